@@ -1,0 +1,47 @@
+# two commands from nothing: `make demo` (the main job on an embedded default) and `make test`.
+#
+# PYTHON    the interpreter to build .venv with (3.11 or newer)
+# TORCH     which torch, installed before everything else
+# PIP_ARGS  extra arguments for pip; without a GPU, spare yourself the CUDA packages:
+#           make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+VENV ?= .venv
+# one process per core; each keeps torch to one thread (tests/conftest.py)
+PYTEST_ARGS ?= -n auto
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test lint format clean
+
+help:
+	@echo "make demo | test | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("retrofit needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) "$(TORCH)"
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable ".[train,peft,dev]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/retrofit demo --output runs/demo --overwrite
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .mypy_cache

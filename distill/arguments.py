@@ -1,0 +1,45 @@
+"""The trainer's arguments: transformers' own, with defaults that suit a memory, and the few that distillation adds."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from patches.errors import RetrofitError, nearest
+
+WINDOW_SAMPLING = ("fixed", "ahn")
+LABEL_SHIFT = ("next", "ahn")
+
+
+@dataclass
+class DistillArguments(TrainingArguments):
+    """Arguments of :class:`distill.trainer.DistillTrainer`.
+
+    Raises:
+        RetrofitError: ``window_sampling``, ``label_shift`` or ``temperature`` is none of those there are.
+    """
+
+    # small bases want 1e-2 to 3e-2; AHN fits its 3B to 14B bases at 1e-4
+    learning_rate: float = field(default=1e-2, metadata={"help": "Peak learning rate of the memory's parameters."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule after the warm-up."})
+    warmup_steps: float = field(default=0.1, metadata={"help": "Warm-up steps, or below 1 their share of all steps."})
+    adam_beta2: float = field(default=0.98, metadata={"help": "AdamW's second beta."})
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN and Inf losses in the log."})
+
+    window_sampling: str = field(
+        default="fixed",
+        metadata={"help": "'fixed': the model's window and sinks. 'ahn': drawn anew for each step as AHN's recipe does."},
+    )
+    label_shift: str = field(
+        default="next",
+        metadata={"help": "'next': position t counts if label t + 1 does. 'ahn': if label t does (AHN's code)."},
+    )
+    temperature: float = field(default=1.0, metadata={"help": "Softmax temperature of teacher and student."})
+
+    def __post_init__(self) -> None:
+        for name, choices in (("window_sampling", WINDOW_SAMPLING), ("label_shift", LABEL_SHIFT)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise RetrofitError(f"{name} is {value!r}, not one of {', '.join(choices)}{nearest(value, choices)}")
+        if not self.temperature > 0:
+            raise RetrofitError(f"temperature is {self.temperature}: it must be above 0")
+        super().__post_init__()

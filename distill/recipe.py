@@ -1,0 +1,199 @@
+"""A recipe: everything one run needs, in one flat YAML file. Imports no torch: the command line reads recipes."""
+
+import math
+import re
+from dataclasses import asdict, dataclass, field, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+
+from patches.errors import RetrofitError, nearest
+
+CHOICES = {
+    "others": ("full", "window"),
+    "window_sampling": ("fixed", "ahn"),
+    "label_shift": ("next", "ahn"),
+    "dtype": ("float32", "bfloat16"),
+}
+# key: (smallest value, is it itself allowed)
+BOUNDS = {
+    "window": (1, True),
+    "sinks": (0, True),
+    "seq_len": (2, True),
+    "eval_rows": (1, True),
+    "steps": (1, True),
+    "batch_size": (1, True),
+    "gradient_accumulation_steps": (1, True),
+    "eval_steps": (1, True),
+    "save_steps": (1, True),
+    "save_total_limit": (1, True),
+    "seed": (0, True),
+    "lr": (0, False),
+    "temperature": (0, False),
+    "max_grad_norm": (0, False),
+    "weight_decay": (0, True),
+    "warmup": (0, True),
+    "holdout": (0, False),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run. ``base``, ``data`` and ``output`` may be left to the command line.
+
+    Raises:
+        RetrofitError: a value is of the wrong type or out of range, or values do not go together.
+    """
+
+    # what
+    base: str | None = None  # checkpoint: a folder or a Hub id
+    data: str | None = None  # text, JSONL or Parquet file, a folder saved by datasets, a dataset id
+    output: str | None = None  # folder for adapter/, model/, metrics.json, log.jsonl, checkpoint-*/
+    dtype: str = "float32"  # of the base; the memory is always fp32
+
+    # the memory
+    memory: str = "ahn-gdn"
+    window: int = 32  # W, the last tokens kept exactly
+    sinks: int = 4  # S, the first tokens kept exactly
+    window_sampling: str = "fixed"  # "ahn": draw W and S anew for each step
+    layers: list[int] | None = None  # layers that get the memory; all by default
+    others: str = "full"  # attention of the remaining layers: "full" or "window"
+    options: dict[str, Any] = field(default_factory=dict)  # the memory's own
+
+    # the data
+    seq_len: int = 512
+    holdout: float = 0.1  # share of the tokens, from the end, that is never trained on
+    eval_rows: int = 48  # held-out rows that are scored
+
+    # the fit
+    steps: int = 600
+    batch_size: int = 4  # rows per process and micro-batch
+    gradient_accumulation_steps: int = 1
+    lr: float = 1e-2
+    warmup: float = 0.1  # steps, or below 1 their share of all steps
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    temperature: float = 1.0
+    label_shift: str = "next"
+    gradient_checkpointing: bool = False
+    seed: int = 0
+
+    # how often
+    eval_steps: int = 100
+    save_steps: int = 100
+    save_total_limit: int = 2
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(Recipe)
+        for name in (f.name for f in fields(self)):
+            object.__setattr__(self, name, _typed(name, getattr(self, name), hints[name]))
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise RetrofitError(f"{name}: {value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
+        for name, (least, allowed) in BOUNDS.items():
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < least or (value == least and not allowed):
+                rule = f"{least} or more" if allowed else f"more than {least}"
+                raise RetrofitError(f"{name}: {value} is out of range, it must be {rule}")
+        if self.holdout >= 1:
+            raise RetrofitError(f"holdout: {self.holdout} is out of range, it is a share of the tokens below 1")
+        if self.window_sampling == "fixed" and self.seq_len < self.window + self.sinks + 2:
+            raise RetrofitError(
+                f"seq_len: {self.seq_len} tokens never leave a window of {self.window} and {self.sinks} sinks, so "
+                f"there is nothing to learn: take {self.window + self.sinks + 2} or more, or a smaller window"
+            )
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "recipe") -> "Recipe":
+        """Build a recipe from the mapping a YAML file holds; ``where`` names the file in errors.
+
+        Raises:
+            RetrofitError: not a mapping, an unknown key (with the nearest one), or as the class itself.
+        """
+        if not isinstance(data, dict):
+            raise RetrofitError(f"{where}: a recipe is a mapping of keys to values, this is a {type(data).__name__}")
+        known = [f.name for f in fields(cls)]
+        for key in data:
+            if key not in known:
+                raise RetrofitError(f"{where}: unknown key {key!r}{nearest(str(key), known)}; the keys are {', '.join(known)}")
+        try:
+            return cls(**data)
+        except RetrofitError as error:
+            raise RetrofitError(f"{where}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary, every key in it."""
+        return asdict(self)
+
+
+def load_recipe(path_or_name: str | Path) -> Recipe:
+    """Read a recipe file, or a shipped recipe by its name.
+
+    Raises:
+        RetrofitError: neither a file nor a shipped name; not valid YAML; not a valid recipe.
+    """
+    return Recipe.from_dict(read_recipe(path_or_name), where=str(path_or_name))
+
+
+def read_recipe(path_or_name: str | Path) -> Any:
+    """What a recipe's YAML holds, unchecked: the command line lays its flags over it before :meth:`Recipe.from_dict`.
+
+    Raises:
+        RetrofitError: neither a file nor a shipped name, or not valid YAML.
+    """
+    path = Path(path_or_name)
+    if not path.is_file():
+        shipped = shipped_recipes()
+        if str(path_or_name) not in shipped:
+            hint = nearest(str(path_or_name), shipped)
+            raise RetrofitError(f"there is no recipe file or shipped recipe {path_or_name}{hint}: see `retrofit recipes ls`")
+        path = shipped[str(path_or_name)]
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
+        raise RetrofitError(f"{path_or_name}: not a YAML file: {' '.join(str(error).split())}") from error
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """``{name: path}`` of the recipes that come with the package."""
+    return {path.stem: path for path in sorted(Path(str(files("recipes"))).glob("*.yaml"))}
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which ``1e-2`` is a number, as everywhere else, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(problem=f"the key {key!r} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 reads 1e-2 as a string: it wants 1.0e-2
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """``value`` as ``hint`` has it: whole numbers are floats too, true and false are no numbers."""
+    allowed = get_args(hint) or (hint,)
+    if hint in (int, float) and isinstance(value, bool):
+        pass
+    elif hint is float and isinstance(value, int | float):
+        return float(value)
+    elif name == "layers":
+        if value is None or (isinstance(value, list) and all(type(index) is int for index in value)):
+            return value
+    elif name == "options":
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return value
+    elif isinstance(value, allowed):
+        return value
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    wanted = {"layers": "a list of layer numbers", "options": "a mapping"}.get(name) or words[allowed[0]]
+    raise RetrofitError(f"{name}: {value!r} is not {wanted}")

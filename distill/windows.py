@@ -1,0 +1,23 @@
+"""The window and the sinks a training step uses: the model's own, or drawn as AHN's recipe draws them."""
+
+import random
+
+# AHN's candidates for the lossless budget S + W and for S (its training code; paper section 3.3 names the idea only)
+AHN_BUDGETS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+AHN_SINKS = (0, 32, 64, 128, 512, 2048, 4096)
+
+
+def draw_window(seed: int, step: int, length: int) -> tuple[int, int]:
+    """Draw (window, sinks) for one optimizer step on sequences of ``length`` tokens, the way AHN was trained.
+
+    The budget T = S + W is uniform over the candidates with length / 8 < T < length, the sinks uniform over those with
+    S <= T / 2, and W = T - S. Where AHN's list has no candidate (its code fails there) the budget is half the
+    sequence if the sequence is short, and the largest candidate if it is long.
+
+    A function of its arguments alone: equal on all ranks, and a resumed run needs no stored state.
+    """
+    generator = random.Random(f"{seed}/{step}")
+    budgets = [budget for budget in AHN_BUDGETS if length / 8 < budget < length]
+    budget = generator.choice(budgets) if budgets else min(max(AHN_BUDGETS), max(1, length // 2))
+    sinks = generator.choice([sinks for sinks in AHN_SINKS if sinks <= budget / 2])
+    return budget - sinks, sinks

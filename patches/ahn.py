@@ -1,0 +1,126 @@
+"""Artificial Hippocampus Networks (arXiv 2510.07318): a delta-rule matrix per query head, added before the output projection.
+
+Names, shapes and initial values are those of the published checkpoints. Where the paper and the code that made them differ, the
+code is followed: queries and keys have unit length, the read is scaled by ``d**-0.5`` and normalised, the output gate is a silu.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from .memory import MatrixMemory
+from .scan import gated_delta_rule
+
+UNIT_EPS = 1e-6  # inside the root of the l2 norm, as in the published models' kernels
+NORM_EPS = 1e-5  # of the RMSNorm after the read
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over a head, its weight shared by all heads."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPS) * self.weight.to(x.dtype)
+
+
+class HeadLinear(nn.Module):
+    """One square matrix per head, multiplied from the right: ``(B, n, H, D) -> (B, n, H, D)``."""
+
+    def __init__(self, heads: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bnhi,hio->bnho", x, self.weight.to(x.dtype))
+
+
+class DeltaNet(MatrixMemory):
+    """AHN-DN (appendix, eq. 10): the delta rule without decay. Write gate: ``beta``, from the written token's input."""
+
+    kind = "ahn-dn"
+
+    def __init__(self, config: Any, window: int, sinks: int, options: Any):
+        super().__init__(config, window, sinks, options)
+        self.b_proj = nn.Linear(self.hidden_size, self.heads, bias=False)
+        self.g_proj = nn.Linear(self.hidden_size, self.heads, bias=False)
+        self.o_norm = HeadNorm(self.head_dim)
+        self.o_proj = HeadLinear(self.heads, self.head_dim)
+
+    def reset_parameters(self) -> None:
+        init.normal_(self.b_proj.weight, std=0.02)
+        init.normal_(self.g_proj.weight, std=0.02)
+        init.ones_(self.o_norm.weight)
+        init.zeros_(self.o_proj.weight)  # a fresh memory adds exactly nothing, and still has a gradient
+
+    def state_elements(self) -> int:
+        return self.heads * self.head_dim**2
+
+    def write_gates(self, x: Tensor) -> Tensor:
+        """``beta`` of each head, ``(B, n, H)``, float32."""
+        return _linear(x, self.b_proj.weight).sigmoid()
+
+    def silence(self, gates: Tensor, valid: Tensor) -> Tensor:
+        # no writing strength, and a log decay of 0
+        return gates * valid.unsqueeze(-1)
+
+    def read(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        gates = gates.transpose(1, 2)  # (B, G, m)
+        beta, log_decay = gates[:, : self.heads], gates[:, self.heads :]
+        groups = self.heads // self.kv_heads
+        q, k, v = (h.to(gates.dtype) for h in (q, k, v))
+        k, v = unit(k).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        read, state = gated_delta_rule(
+            unit(q), k, v, beta, log_decay if log_decay.shape[1] else None, state, scale=self.head_dim**-0.5
+        )
+        read = self.o_norm(read.transpose(1, 2))  # (B, m, H, D)
+        gate = F.silu(_linear(x, self.g_proj.weight)).unsqueeze(-1)
+        return self.o_proj(read * gate), state
+
+
+class GatedDeltaNet(DeltaNet):
+    """AHN-GDN (section 3.2, eq. 5 and 6): the delta rule with a decay per head and token. Write gates: ``beta``, log decay."""
+
+    kind = "ahn-gdn"
+
+    def __init__(self, config: Any, window: int, sinks: int, options: Any):
+        super().__init__(config, window, sinks, options)
+        self.a_proj = nn.Linear(self.hidden_size, self.heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.heads))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.normal_(self.a_proj.weight, std=0.02)
+        init.copy_(self.A_log, torch.rand(self.heads).mul(16).clamp_min(1e-4).log())
+        # the inverse softplus of a step drawn log-uniformly from 0.001 to 0.1, as in Mamba2
+        step = (torch.rand(self.heads) * math.log(100) + math.log(1e-3)).exp()
+        init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))
+
+    def write_gates(self, x: Tensor) -> Tensor:
+        """``beta`` and the log decay of each head, ``(B, n, 2 H)``, float32."""
+        rate = F.softplus(_linear(x, self.a_proj.weight) + self.dt_bias.to(_wide(x.dtype)))
+        log_decay = -self.A_log.to(rate.dtype).exp() * rate
+        return torch.cat([super().write_gates(x), log_decay], -1)
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x`` scaled to length 1 along its last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 where the model itself is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """A gate's projection in float32 (or wider), whatever the model's dtype."""
+    wide = _wide(x.dtype)
+    return F.linear(x.to(wide), weight.to(wide))

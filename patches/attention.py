@@ -1,0 +1,106 @@
+"""The attention of a patched layer: the base's own while nothing was evicted, the memory's afterwards.
+
+Follow a token here: projected and rotated, it enters the window; W tokens later it leaves it and ``Memory.attend`` writes it to the
+state (or, if it is a sink, keeps it); from then on queries read it there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .cache import adopt
+from .memory import Memory, Step
+
+
+@dataclass
+class MemoryPass:
+    """What every layer must know of a forward pass with the memory on; made once by the model.
+
+    Attributes:
+        seen: tokens before this call, padding included.
+        pad: left padding of each row ``(B,)``, or None when no row is padded.
+        min_pad, max_pad: its extremes.
+        evicting: whether a token leaves a window in this call or has before.
+    """
+
+    seen: int
+    pad: Tensor | None
+    min_pad: int
+    max_pad: int
+    evicting: bool
+
+
+class MemoryAttention:
+    """Mixin in front of a family's attention class. Its parameters keep their names; ``memory`` is added beside them."""
+
+    memory: Memory
+
+    def rotated_heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``(B, H, n, D)``, keys and values ``(B, H_kv, n, D)`` of ``x`` (B, n, E), rotated at their positions."""
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        q, k = self.normalised(self.q_proj(x).view(shape), self.k_proj(x).view(shape))
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
+        return q, k, self.v_proj(x).view(shape).transpose(1, 2)
+
+    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys ``(B, n, heads, D)`` before rotation; families that normalise them override this."""
+        return q, k
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        memory_pass: MemoryPass | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the family's attention; ``memory_pass`` is None with the memory off."""
+        memory, layer, gates = self.memory, None, None
+        if memory_pass is not None:
+            if past_key_values is not None:
+                layer = adopt(past_key_values, self.layer_idx, memory.kind, memory.window, memory.sinks)
+            if layer is not None or memory_pass.evicting:
+                with torch.autocast(hidden_states.device.type, enabled=False):
+                    gates = memory.write_gates(hidden_states)
+        if memory_pass is None or not memory_pass.evicting:
+            if layer is not None:
+                layer.append_gates(gates)
+                layer.padded = memory_pass.pad is not None
+            return super().forward(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+
+        q, k, v = self.rotated_heads(hidden_states, position_embeddings)
+        offloading = layer is not None and past_key_values.offloading
+        if offloading:
+            layer.prefetch()
+        step = Step(
+            x=hidden_states,
+            q=q,
+            k=k,
+            v=v,
+            gates=gates,
+            layer=layer,
+            seen=memory_pass.seen,
+            pad=memory_pass.pad,
+            min_pad=memory_pass.min_pad,
+            max_pad=memory_pass.max_pad,
+            scale=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+        )
+        heads, added = memory.attend(step)
+        if layer is not None:
+            layer.padded = memory_pass.pad is not None
+        if offloading:
+            layer.offload()
+        out = self.o_proj(heads.flatten(2))
+        return (out if added is None else out + added), None

@@ -1,0 +1,236 @@
+"""The cache of one layer: first everything, then sinks, the last W tokens and the memory's state.
+
+While nothing was evicted the layer is a plain growing cache and the base's own attention reads it. At the first eviction it turns
+into one buffer of S + W slots, ``[sinks | ring]``: token ``t`` of the ring lies at ``S + t % W``, so that in decoding the slot to
+write is the slot of the token that is evicted, and attention reads the buffer as it is.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .errors import RetrofitError
+
+
+@dataclass
+class Stream:
+    """The tokens a forward pass works on: the W slots before it and its own n.
+
+    Attributes:
+        k, v: ``(B, H_kv, W + n, D)``; slot ``seen - W + i`` at index i. Before slot 0: zeros.
+        gates: write gates of the same slots ``(B, W + n, G)``, or None for a memory without.
+        sink_k, sink_v: ``(B, H_kv, S, D)``; a sink that has not arrived yet holds some other token's row.
+    """
+
+    k: Tensor
+    v: Tensor
+    gates: Tensor | None
+    sink_k: Tensor
+    sink_v: Tensor
+
+
+class MemoryCacheLayer(DynamicLayer):
+    """One layer's bounded cache. Every tensor has the batch as its first dimension.
+
+    Attributes:
+        keys, values: ``(B, H_kv, seen, D)`` while nothing was evicted, ``(B, H_kv, S + W, D)`` afterwards.
+        gates: write gates beside them, ``(B, seen, G)`` or ``(B, W, G)``: a token's input is gone by the time it is evicted.
+        state: the memory's tensors by name; empty until something was written.
+        seen: tokens this layer has been given, padding included.
+        evicting: whether the buffer has turned into sinks + ring.
+        padded: whether a row began with padding; its mask is then needed at every call.
+    """
+
+    is_memory_layer = True
+    is_compileable = False
+
+    def __init__(self, kind: str, window: int, sinks: int):
+        super().__init__()
+        self.kind, self.window, self.sinks = kind, window, sinks
+        self._clear()
+
+    def _clear(self) -> None:
+        self.gates: Tensor | None = None
+        self.state: dict[str, Tensor] = {}
+        self.seen = 0
+        self.evicting = False
+        self.padded = False
+
+    # -- while nothing was evicted ------------------------------------------------------------------------------------------
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append, as a plain cache does; the base's attention calls this."""
+        if self.evicting:
+            raise RetrofitError("this cache has already evicted tokens: only the retrofitted model can continue it")
+        self.seen += key_states.shape[-2]
+        return super().update(key_states, value_states)
+
+    def append_gates(self, gates: Tensor | None) -> None:
+        """Keep the write gates ``(B, n, G)`` of arriving tokens."""
+        if gates is not None:
+            self.gates = gates if self.gates is None else torch.cat([self.gates, gates], 1)
+
+    # -- once tokens are evicted --------------------------------------------------------------------------------------------
+
+    def stream(self, k: Tensor, v: Tensor, gates: Tensor | None, pad: Tensor | None) -> Stream:
+        """Lay out the W slots before this call, its ``n`` new tokens and the sinks. Shapes as in :class:`Stream`."""
+        if not self.evicting:
+            return plain_stream(self, k, v, gates, pad)
+        keys, values = self.keys[:, :, self.sinks :], self.values[:, :, self.sinks :]
+        order = torch.arange(self.seen, self.seen + self.window, device=k.device) % self.window
+        all_k, all_v = torch.cat([keys[:, :, order], k], 2), torch.cat([values[:, :, order], v], 2)
+        all_gates = None if gates is None else torch.cat([self.gates[:, order], gates], 1)
+        sink_k, sink_v = self.keys[:, :, : self.sinks], self.values[:, :, : self.sinks]
+        if pad is not None and self.sinks:  # a row with much padding may have sinks that are still in the window
+            slot = pad[:, None] + torch.arange(self.sinks, device=k.device) - (self.seen - self.window)  # index in the stream
+            arrived = (slot < 0)[:, None, :, None]
+            sink_k = torch.where(arrived, sink_k, _take(all_k, slot))
+            sink_v = torch.where(arrived, sink_v, _take(all_v, slot))
+        return Stream(all_k, all_v, all_gates, sink_k, sink_v)
+
+    def commit(self, stream: Stream, new: int) -> None:
+        """Keep the last W slots of ``stream`` and its sinks; ``new`` tokens have been added."""
+        self.seen += new
+        order = torch.arange(self.window, device=stream.k.device)
+        order = (order - self.seen) % self.window + stream.k.shape[2] - self.window  # ring place -> index in the stream
+        self.keys = torch.cat([stream.sink_k, stream.k[:, :, order]], 2)
+        self.values = torch.cat([stream.sink_v, stream.v[:, :, order]], 2)
+        self.gates = None if stream.gates is None else stream.gates[:, order]
+        if not self.is_initialized:
+            self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
+        self.evicting = True
+
+    def push(self, k: Tensor, v: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Put one token in the place of the one it evicts, and return the evicted key, value ``(B, H_kv, 1, D)`` and gates."""
+        place = self.seen % self.window
+        row = self.sinks + place
+        evicted = self.keys[:, :, row : row + 1].clone(), self.values[:, :, row : row + 1].clone()
+        self.keys[:, :, row : row + 1], self.values[:, :, row : row + 1] = k, v
+        old_gates = None
+        if gates is not None:
+            old_gates = self.gates[:, place : place + 1].clone()
+            self.gates[:, place : place + 1] = gates
+        self.seen += 1
+        return *evicted, old_gates
+
+    # -- what a transformers cache must answer ------------------------------------------------------------------------------
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens seen, not rows kept: positions and ``generate`` count from it."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """The mask that layers with full attention need; ours does not use one once tokens were evicted."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.seen + new, 0
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return not self.evicting
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; impossible once something was evicted, since a memory cannot be unwritten."""
+        if tokens_to_remove == 0:
+            return
+        if self.evicting:
+            raise RetrofitError("this cache has evicted tokens into its memory and cannot be cropped: start a new cache")
+        before = self.seen
+        super().crop(tokens_to_remove)
+        self.seen = self.keys.shape[-2] if self.keys is not None else 0
+        if self.gates is not None and self.seen != before:
+            self.gates = self.gates[:, : self.seen]
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+        self._clear()
+
+    def tensors(self) -> list[Tensor]:
+        """Everything this layer holds."""
+        kept = [self.keys, self.values, self.gates, *self.state.values()]
+        return [tensor for tensor in kept if tensor is not None]
+
+    def _change(self, change: Any) -> None:
+        if self.is_initialized:
+            self.keys, self.values = change(self.keys), change(self.values)
+            self.gates = None if self.gates is None else change(self.gates)
+            self.state = {name: change(tensor) for name, tensor in self.state.items()}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda x: x[indices.to(x.device)])
+
+    def offload(self) -> None:
+        self._change(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._change(lambda x: x.to(self.device, non_blocking=True))
+
+
+def plain_stream(
+    layer: MemoryCacheLayer | None, k: Tensor, v: Tensor, gates: Tensor | None, pad: Tensor | None, window: int = 0, sinks: int = 0
+) -> Stream:
+    """The :class:`Stream` of tokens that no eviction has touched yet: a plain cache (or none, ``layer=None``) and ``n`` new ones."""
+    seen = 0
+    if layer is not None:
+        window, sinks, seen = layer.window, layer.sinks, layer.seen
+    if seen:
+        k, v = torch.cat([layer.keys, k], 2), torch.cat([layer.values, v], 2)
+        gates = None if gates is None else torch.cat([layer.gates, gates], 1)
+    if pad is None:
+        sink_k, sink_v = k[:, :, :sinks], v[:, :, :sinks]
+    else:
+        slot = pad[:, None] + torch.arange(sinks, device=k.device)
+        sink_k, sink_v = _take(k, slot), _take(v, slot)
+    if seen >= window:
+        k, v = k[:, :, seen - window :], v[:, :, seen - window :]
+        gates = None if gates is None else gates[:, seen - window :]
+    else:
+        k, v = (torch.nn.functional.pad(x, (0, 0, window - seen, 0)) for x in (k, v))
+        gates = None if gates is None else torch.nn.functional.pad(gates, (0, 0, window - seen, 0))
+    return Stream(k, v, gates, sink_k, sink_v)
+
+
+def _take(x: Tensor, slot: Tensor) -> Tensor:
+    """Rows of ``x`` (B, H_kv, L, D) at ``slot`` (B, S), out-of-range slots clamped -> (B, H_kv, S, D)."""
+    index = slot.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return x.gather(2, index)
+
+
+def adopt(cache: Cache, index: int, kind: str, window: int, sinks: int) -> MemoryCacheLayer:
+    """Make layer ``index`` of a transformers cache ours, if it is still empty, and return it.
+
+    Raises:
+        RetrofitError: the layer holds tokens that were cached without the memory or under another window, or is of a class that
+            cannot be replaced (static, quantised, ...).
+    """
+    replicate = getattr(cache, "layer_class_to_replicate", None)
+    while len(cache.layers) <= index and replicate is not None:
+        cache.layers.append(replicate())
+    layer = cache.layers[index]
+    if getattr(layer, "is_memory_layer", False):
+        if (layer.kind, layer.window, layer.sinks) == (kind, window, sinks):
+            return layer
+        if layer.seen:
+            raise RetrofitError(
+                f"this cache was filled by a {layer.kind!r} memory with window={layer.window}, sinks={layer.sinks}, the model now "
+                f"has {kind!r} with window={window}, sinks={sinks}: start a new cache, or set the window back"
+            )
+    elif type(layer).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+        raise RetrofitError(
+            f"a cache of {type(layer).__name__} cannot hold this model's memory: pass past_key_values=DynamicCache() or none, "
+            "and leave cache_implementation unset"
+        )
+    elif layer.get_seq_length():
+        raise RetrofitError("this cache was filled with the memory off: start a new cache, or continue it inside memory_off()")
+    ours = MemoryCacheLayer(kind, window, sinks)
+    cache.layers[index] = ours
+    return ours

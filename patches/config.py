@@ -1,0 +1,111 @@
+"""The memory's configuration: what is saved as ``config.memory``, checked in one place."""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from .errors import RetrofitError, nearest
+
+# rotary tables that change with the length of the input: a key cached under one table would be read under another
+UNSUPPORTED_ROPE = ("dynamic", "longrope")
+
+
+@dataclass
+class MemoryConfig:
+    """How each attention layer forgets.
+
+    Attributes:
+        kind: name of the memory, one of ``patches.kinds.KINDS``.
+        window: tokens kept exactly, the current one included (W >= 1). Never counts the sinks.
+        sinks: first tokens of a sequence kept exactly for ever (S >= 0).
+        layers: indices of the layers that get the memory; None means all.
+        others: what the remaining layers do: ``"full"`` attention, or sinks + ``"window"`` without a memory.
+        options: the memory's own options; unknown names are refused by its ``Options`` class.
+        base: name (or path) of the base checkpoint, for the adapter and the model card.
+        base_revision: commit of the base on the Hub, if known.
+    """
+
+    kind: str
+    window: int
+    sinks: int = 0
+    layers: list[int] | None = None
+    others: str = "full"
+    options: dict[str, Any] = field(default_factory=dict)
+    base: str | None = None
+    base_revision: str | None = None
+
+    def __post_init__(self) -> None:
+        check_window(self.window, self.sinks)
+        if self.others not in ("full", "window"):
+            raise RetrofitError(f"others={self.others!r} is not known: use 'full' or 'window'")
+        if self.layers is not None:
+            self.layers = sorted(set(self.layers))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "MemoryConfig":
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            RetrofitError: a key is missing or unknown, or a value is out of range.
+        """
+        if not isinstance(data, dict):
+            raise RetrofitError(f"the memory's configuration must be a mapping, not {type(data).__name__}")
+        known = {f.name for f in fields(cls)}
+        for key in data:
+            if key not in known:
+                raise RetrofitError(f"unknown key {key!r} in the memory's configuration{nearest(key, known)}")
+        for key in ("kind", "window"):
+            if key not in data:
+                raise RetrofitError(f"the memory's configuration has no {key!r}")
+        return cls(**data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary that JSON can hold."""
+        return asdict(self)
+
+    def patched_layers(self, num_layers: int) -> list[int]:
+        """Indices of the layers that carry the memory of this configuration.
+
+        Raises:
+            RetrofitError: an index is not a layer of a model with ``num_layers`` layers.
+        """
+        if self.layers is None:
+            return list(range(num_layers))
+        for index in self.layers:
+            if not isinstance(index, int) or not 0 <= index < num_layers:
+                raise RetrofitError(f"layers={self.layers}: {index!r} is not a layer of this base (0 to {num_layers - 1})")
+        return self.layers
+
+
+def check_window(window: int, sinks: int) -> None:
+    """Refuse a window or a number of sinks that means nothing.
+
+    Raises:
+        RetrofitError: ``window`` < 1, ``sinks`` < 0, or one of them is not a whole number.
+    """
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise RetrofitError(f"window={window!r}: the window must be a whole number of tokens, 1 or more")
+    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
+        raise RetrofitError(f"sinks={sinks!r}: the number of sinks must be a whole number, 0 or more")
+
+
+def check_base(config: Any, window: int, sinks: int) -> None:
+    """Refuse a base whose attention our window cannot stand for.
+
+    Args:
+        config: the base's (or the patched model's) transformers configuration.
+
+    Raises:
+        RetrofitError: rotary scaling that depends on the input's length, or a native sliding window shorter than ours.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type in UNSUPPORTED_ROPE:
+        raise RetrofitError(
+            f"this base uses {rope_type!r} rotary scaling, which re-scales cached keys as the input grows: "
+            "a bounded memory cannot follow it; use a base with default, linear, yarn or llama3 scaling"
+        )
+    native = getattr(config, "sliding_window", None)
+    if native is not None and window + sinks > native:
+        raise RetrofitError(
+            f"this base attends to {native} tokens only: choose window + sinks <= {native} (now {window} + {sinks})"
+        )

@@ -1,0 +1,28 @@
+"""Every memory by name. Adding one is a file of its own and a line here."""
+
+from typing import Any
+
+from .ahn import DeltaNet, GatedDeltaNet
+from .config import MemoryConfig
+from .errors import RetrofitError, nearest
+from .memory import Memory, WindowOnly
+
+KINDS: dict[str, type[Memory]] = {kind.kind: kind for kind in (WindowOnly, GatedDeltaNet, DeltaNet)}
+
+
+def find_kind(name: str) -> type[Memory]:
+    """The memory class called ``name``.
+
+    Raises:
+        RetrofitError: there is none.
+    """
+    if name not in KINDS:
+        raise RetrofitError(f"unknown memory {name!r}{nearest(name, KINDS)}: choose one of {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+def build_memory(config: Any, memory: MemoryConfig, kind: str) -> Memory:
+    """A memory of ``kind`` for one layer of a model with the transformers configuration ``config``; parameters not yet set."""
+    options = memory.options if kind == memory.kind else {}
+    cls = find_kind(kind)
+    return cls(config, memory.window, memory.sinks, cls.read_options(options))

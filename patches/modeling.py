@@ -1,0 +1,235 @@
+"""The model and causal-LM mixins: they build the memory, decide per call whether a token is evicted, and refuse what cannot work."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .attention import MemoryPass
+from .cache import adopt
+from .config import MemoryConfig, check_base, check_window
+from .errors import RetrofitError
+from .kinds import build_memory
+from .memory import Memory
+
+
+class MemoryPreTrained:
+    """What every PreTrainedModel of the tree needs: transformers asks the nearest one how to initialise and to cast."""
+
+    _keep_in_fp32_modules_strict = ["memory"]  # noqa: RUF012
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if getattr(module, "is_retrofit_memory", False):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+
+class MemoryModel(MemoryPreTrained):
+    """Mixin in front of a family's model class; ``attention_class`` is the family's attention with the memory."""
+
+    attention_class: type[nn.Module]
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.memory_enabled = True
+        if config.memory is None:
+            raise RetrofitError("this configuration has no memory: make the model with retrofit.patch(base, memory=..., window=...)")
+        memory = MemoryConfig.from_dict(config.memory)
+        check_base(config, memory.window, memory.sinks)
+        patched = memory.patched_layers(config.num_hidden_layers)
+        for index, layer in enumerate(self.layers):
+            if index in patched or memory.others == "window":
+                attention = layer.self_attn
+                # safe on attention modules, which hold no registry of their own; PreTrainedModels must be built as what they are
+                attention.__class__ = self.attention_class
+                attention.memory = build_memory(config, memory, memory.kind if index in patched else "none")
+        self.post_init()
+
+    def memories(self) -> dict[int, Memory]:
+        """The memory of each patched layer, by layer index."""
+        found = ((index, getattr(layer.self_attn, "memory", None)) for index, layer in enumerate(self.layers))
+        return {index: memory for index, memory in found if memory is not None}
+
+    def set_window(self, window: int, sinks: int | None = None) -> None:
+        """Change W and S from the next call on an empty cache; written to the configuration, so it is saved.
+
+        Raises:
+            RetrofitError: a value out of range, or more than the base's own sliding window.
+        """
+        sinks = self.config.memory["sinks"] if sinks is None else sinks
+        check_window(window, sinks)
+        check_base(self.config, window, sinks)
+        for memory in self.memories().values():
+            memory.window, memory.sinks = window, sinks
+        self.config.memory = {**self.config.memory, "window": window, "sinks": sinks}
+
+    @contextmanager
+    def memory_off(self) -> Iterator[Any]:
+        """Inside the block the model is its base: full attention, bit for bit."""
+        before, self.memory_enabled = self.memory_enabled, False
+        try:
+            yield self
+        finally:
+            self.memory_enabled = before
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the family's model. Beyond S + W tokens the T x T mask is not built unless a layer with full attention needs it."""
+        memory_pass = None
+        memories = self.memories()
+        if not self.memory_enabled:
+            if any(getattr(layer, "is_memory_layer", False) and layer.seen for layer in _cache_layers(past_key_values)):
+                raise RetrofitError("this cache was filled with the memory on and cannot be continued with it off: start a new cache")
+        elif memories:
+            tokens = input_ids if input_ids is not None else inputs_embeds
+            memory_pass = self._plan(tokens, attention_mask, position_ids, past_key_values, memories, kwargs)
+            if memory_pass.evicting and len(memories) == len(self.layers):
+                # a 4D mask is passed through as it is: this one stands for "none needed"
+                attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+        if memory_pass is not None:
+            kwargs["memory_pass"] = memory_pass
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+    def _plan(
+        self,
+        tokens: Tensor,
+        mask: Any,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        memories: dict[int, Memory],
+        kwargs: dict[str, Any],
+    ) -> MemoryPass:
+        new = tokens.shape[1]
+        seen, padded_before = 0, False
+        if cache is not None:
+            for index, memory in memories.items():
+                layer = adopt(cache, index, memory.kind, memory.window, memory.sinks)
+            seen, padded_before = layer.seen, layer.padded
+        if "cu_seq_lens_q" in kwargs or _is_packed(position_ids):
+            raise RetrofitError("packed sequences cannot be separated in a memory: give one sequence per row, padded on the left")
+        capacity = min(memory.capacity for memory in memories.values())
+        pad, min_pad, max_pad = None, 0, 0
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            pad = left_padding(mask, seen, new)
+        elif mask is not None and seen + new > capacity:
+            raise RetrofitError("a memory needs the plain 2D attention mask (batch, tokens), not one that says who sees whom")
+        elif padded_before:
+            raise RetrofitError("this cache holds left-padded rows: pass their attention_mask, all tokens seen so far included")
+        if pad is not None:
+            min_pad, max_pad = (int(x) for x in pad.aminmax())
+        return MemoryPass(seen, pad, min_pad, max_pad, evicting=seen + new - min_pad > capacity)
+
+
+class MemoryCausalLM(MemoryPreTrained):
+    """Mixin in front of a family's causal LM: the public face of a retrofitted model."""
+
+    _is_stateful = True  # transformers then refuses assisted decoding, which would need to take tokens out of a memory
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; tensor parallelism is refused, since a memory is not split by heads."""
+        if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
+            raise RetrofitError("tensor parallelism would split the heads but not the memory: load the model without tp_plan")
+        return super().from_pretrained(*args, **kwargs)
+
+    def memory_off(self) -> Any:
+        """Context manager: inside it the model is its base (the teacher), full attention, bit for bit."""
+        return self.model.memory_off()
+
+    def set_window(self, window: int, sinks: int | None = None) -> None:
+        """Change W (and S) from the next empty cache on; see :meth:`MemoryModel.set_window`."""
+        self.model.set_window(window, sinks)
+
+    def memory_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name and parameter of everything that distillation fits, in the model's order."""
+        for prefix, module in self.named_modules():
+            if getattr(module, "is_retrofit_memory", False):
+                for name, parameter in module.named_parameters():
+                    yield f"{prefix}.{name}", parameter
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """As in transformers, with the code that runs it beside the weights; all three Auto classes find it."""
+        family = type(self).__module__.rpartition(".")[2]
+        self.config.auto_map = {
+            "AutoConfig": f"{family}.{type(self.config).__name__}",
+            "AutoModel": f"{family}.{type(self.model).__name__}",
+            "AutoModelForCausalLM": f"{family}.{type(self).__name__}",
+        }
+        super().save_pretrained(save_directory, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, beam search and sampling included."""
+        config = kwargs.get("generation_config") or self.generation_config
+        implementation = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
+        if implementation not in (None, "dynamic", "dynamic_full", "offloaded"):
+            raise RetrofitError(f"cache_implementation={implementation!r} cannot hold a memory: leave it unset")
+        return super().generate(*args, **kwargs)
+
+    def _refuse_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        raise RetrofitError("continuous batching keeps a paged cache of its own, which cannot hold a memory: use generate()")
+
+    generate_batch = _refuse_continuous_batching
+    init_continuous_batching = _refuse_continuous_batching
+    continuous_batching_context_manager = _refuse_continuous_batching
+
+
+def left_padding(mask: Tensor, seen: int, new: int) -> Tensor | None:
+    """Number of padding tokens on the left of each row, from a 2D mask over all ``seen + new`` tokens; None if no row has any.
+
+    Padding on the right of the new tokens is harmless (nothing later reads it) and is allowed.
+
+    Raises:
+        RetrofitError: the mask has another length, or a hole that a memory would have filled with padding.
+    """
+    total = seen + new
+    if mask.shape[1] != total:
+        raise RetrofitError(
+            f"attention_mask is {mask.shape[1]} long, but {seen} cached and {new} new tokens need {total}: cover all tokens seen so far"
+        )
+    real = mask.bool()
+    if bool(real.all()):
+        return None
+    started = real.cumsum(1) > 0
+    pad = (~started).sum(1)
+    ended = started & ~real
+    allowed = torch.arange(total, device=mask.device) >= seen
+    # a hole is a masked token with a real one after it, or one that is already in the cache
+    resumed = (ended.cumsum(1) > 0) & real
+    if bool((resumed | (ended & ~allowed)).any()):
+        raise RetrofitError(
+            "attention_mask has a hole (masked tokens after real ones, as in a right-padded cache that is continued): pad on the left"
+        )
+    return pad if bool((pad > 0).any()) else None
+
+
+def _is_packed(position_ids: Tensor | None) -> bool:
+    """Whether positions start again inside a row, as several sequences packed into one do."""
+    if position_ids is None or position_ids.shape[-1] < 2:
+        return False
+    steps = position_ids[..., 1:] - position_ids[..., :-1]
+    # padding may repeat a position on its left edge (0 0 0 1 2, 1 1 1 0 1 2): a reset counts only after positions have grown
+    return bool(((steps < 0) & ((steps > 0).cumsum(-1) > 0)).any())
+
+
+def _cache_layers(cache: Cache | None) -> list[Any]:
+    return [] if cache is None else cache.layers

@@ -1,0 +1,49 @@
+"""Qwen3 with a memory: configuration, attention, model, causal LM."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model, Qwen3PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from .attention import MemoryAttention
+from .modeling import MemoryCausalLM, MemoryModel
+
+
+class RetrofitQwen3Config(Qwen3Config):
+    """``Qwen3Config`` and one field: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
+
+    model_type = "retrofit_qwen3"
+    memory: dict[str, Any] | None = None
+
+
+class RetrofitQwen3Attention(MemoryAttention, Qwen3Attention):
+    """``Qwen3Attention`` with a memory: each head's query and key are normalised before rotation."""
+
+    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(q), self.k_norm(k)
+
+
+class RetrofitQwen3Model(MemoryModel, Qwen3Model):
+    """``Qwen3Model`` whose layers forget into a memory."""
+
+    config_class = RetrofitQwen3Config
+    attention_class = RetrofitQwen3Attention
+
+
+class RetrofitQwen3ForCausalLM(MemoryCausalLM, Qwen3ForCausalLM):
+    """``Qwen3ForCausalLM`` whose layers forget into a memory."""
+
+    config_class = RetrofitQwen3Config
+
+    def __init__(self, config: Any):
+        Qwen3PreTrainedModel.__init__(self, config)  # not Qwen3ForCausalLM's: it would build the body twice
+        self.model = RetrofitQwen3Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+RetrofitQwen3Config.register_for_auto_class()
+RetrofitQwen3Model.register_for_auto_class("AutoModel")
+RetrofitQwen3ForCausalLM.register_for_auto_class("AutoModelForCausalLM")

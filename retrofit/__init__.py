@@ -1,0 +1,9 @@
+"""Retrofit gives pretrained causal language models a bounded memory: patch, save, load and export."""
+
+from patches.errors import RetrofitError
+
+from .adapter import load_adapter, push_adapter, save_adapter
+from .measure import cache_bytes, state_bytes
+from .patching import patch
+
+__all__ = ["RetrofitError", "cache_bytes", "load_adapter", "patch", "push_adapter", "save_adapter", "state_bytes"]

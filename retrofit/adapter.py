@@ -1,0 +1,188 @@
+"""Adapters: the memory's weights and configuration without the base, in PEFT's file layout but read and written without it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from patches.config import MemoryConfig
+from patches.errors import RetrofitError
+
+from .card import adapter_card
+from .families import is_retrofit
+from .files import write_folder, write_json, write_text
+from .fingerprint import difference, fingerprint
+from .patching import patch
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_TYPE = "RETROFIT"
+PREFIX = "base_model.model."  # PEFT's name for the wrapped model, so that it finds our keys
+
+
+def save_adapter(model: Any, path: str | Path, overwrite: bool = False, details: str = "") -> None:
+    """Write ``adapter_config.json``, ``adapter_model.safetensors`` (float32) and a model card to the folder ``path``.
+
+    Args:
+        model: a retrofitted model.
+        path: folder to write; must be empty or new unless ``overwrite``.
+        overwrite: replace what is there.
+        details: Markdown for the card: the data, the command and the figures of the run that made it.
+
+    Raises:
+        RetrofitError: the model has no memory to save, or the folder holds something else.
+    """
+    if not is_retrofit(model):
+        raise RetrofitError(f"{type(model).__name__} has no memory: patch it first with retrofit.patch")
+    weights = {PREFIX + name: p.detach().to("cpu", copy=True).contiguous() for name, p in model.memory_parameters()}
+    memory = model.config.memory
+    config = {
+        "peft_type": PEFT_TYPE,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": memory.get("base"),
+        "revision": memory.get("base_revision"),
+        "inference_mode": True,
+        "memory": {key: value for key, value in memory.items() if key not in ("base", "base_revision")},
+        "fingerprint": fingerprint(model),
+    }
+    with write_folder(path, overwrite) as draft:
+        write_json(draft / CONFIG, config)
+        save_file(weights, draft / WEIGHTS, metadata={"format": "pt"})
+        write_text(draft / "README.md", adapter_card(model.config, details))
+
+
+def load_adapter(
+    base: PreTrainedModel | str,
+    path: str | Path,
+    revision: str | None = None,
+    *,
+    check_base: bool = True,
+    token: str | None = None,
+    model_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Patch ``base`` with the memory saved at ``path`` (folder or Hub id), its window and sinks included.
+
+    Args:
+        base: the model the adapter was made for, loaded or by path or id; its storage is shared, as in :func:`retrofit.patch`.
+        path: folder written by :func:`save_adapter`, or the Hub id of one.
+        revision: branch, tag or commit on the Hub.
+        check_base: refuse a base other than the adapter's own (a fine-tune of it included).
+        token: Hub token for a private adapter.
+        model_kwargs: for loading ``base`` when it is a path or id.
+
+    Returns:
+        The patched model with the saved weights.
+
+    Raises:
+        RetrofitError: no adapter there, a damaged file, weights that do not fit, or another base.
+    """
+    folder = _fetch(path, revision, token)
+    config = read_adapter_config(folder)
+    memory = MemoryConfig.from_dict(config["memory"])
+    model = patch(
+        base,
+        memory.kind,
+        memory.window,
+        memory.sinks,
+        layers=memory.layers,
+        others=memory.others,
+        model_kwargs=model_kwargs,
+        **memory.options,
+    )
+    if check_base:
+        reason = difference(config["fingerprint"], model)
+        if reason:
+            made_for = config.get("base_model_name_or_path") or "another model"
+            raise RetrofitError(
+                f"the adapter {path} was made for {made_for}, and this base is another one: {reason} "
+                "(check_base=False loads it all the same)"
+            )
+    load_memory_weights(model, folder / WEIGHTS)
+    return model
+
+
+def push_adapter(model: Any, repo_id: str, *, private: bool | None = None, token: str | None = None, details: str = "") -> str:
+    """Upload the adapter to the Hub repository ``repo_id`` (made if need be) and return its address.
+
+    Raises:
+        RetrofitError: the Hub refused, with its reason.
+    """
+    import tempfile
+
+    api = HfApi(token=token)
+    with tempfile.TemporaryDirectory() as folder:
+        save_adapter(model, Path(folder) / "adapter", details=details)
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            commit = api.upload_folder(repo_id=repo_id, folder_path=Path(folder) / "adapter", commit_message="Upload adapter")
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise RetrofitError(f"the Hub did not take {repo_id}: {_first_line(error)}") from None
+    return str(commit)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The parsed ``adapter_config.json`` of an adapter folder.
+
+    Raises:
+        RetrofitError: it is missing, not JSON, or of another kind of adapter.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        raise RetrofitError(f"{folder} has no {CONFIG}: it is not an adapter folder")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise RetrofitError(f"{file} cannot be read: {_first_line(error)}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != PEFT_TYPE:
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise RetrofitError(f"{folder} is an adapter of type {kind!r}, not one of ours ({PEFT_TYPE})")
+    for key in ("memory", "fingerprint"):
+        if not isinstance(config.get(key), dict):
+            raise RetrofitError(f"{file} has no {key!r}: the adapter is damaged")
+    return config
+
+
+def load_memory_weights(model: Any, file: str | Path) -> None:
+    """Copy a safetensors file's tensors into the memory of ``model``.
+
+    Raises:
+        RetrofitError: the file is missing or damaged, or its names or shapes are not exactly the memory's.
+    """
+    parameters = dict(model.memory_parameters())
+    try:
+        with safe_open(str(file), framework="pt") as saved:
+            names = {name.removeprefix(PREFIX): name for name in saved.keys()}  # noqa: SIM118 (not a mapping)
+            missing, extra = sorted(parameters.keys() - names.keys()), sorted(names.keys() - parameters.keys())
+            if missing or extra:
+                what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this memory has not"
+                raise RetrofitError(f"{file} {what}: it does not belong to this memory")
+            tensors = {name: saved.get_tensor(key) for name, key in names.items()}
+    except (SafetensorError, OSError) as error:
+        raise RetrofitError(f"{file} is missing, damaged or cut short: {_first_line(error)}") from None
+    for name, tensor in tensors.items():
+        if tensor.shape != parameters[name].shape:
+            raise RetrofitError(f"{file}: {name} has shape {tuple(tensor.shape)}, this memory needs {tuple(parameters[name].shape)}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+
+
+def _fetch(path: str | Path, revision: str | None, token: str | None) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(str(path), revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS, "README.md"]))
+    except HFValidationError:
+        raise RetrofitError(f"there is no folder {str(path)!r}, and it is not a Hub id (user/name) either") from None
+    except (HfHubHTTPError, OSError) as error:
+        raise RetrofitError(f"there is no folder {str(path)!r}, and the Hub gave no adapter of that name: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

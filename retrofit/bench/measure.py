@@ -1,0 +1,73 @@
+"""Time and memory of competing functions: rounds that interleave them, and peak memory of each in a process of its own."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from patches.errors import RetrofitError
+
+STATUS = Path("/proc/self/status")
+PEAK_RESET = Path("/proc/self/clear_refs")  # writing 5 sets the peak back to what is held now (proc(5))
+
+
+def interleaved(arms: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each arm, ``repeats`` times. A round runs every arm once, so that a slow spell of the machine hits all alike.
+
+    One round before the first is not counted: it loads kernels and fills caches.
+
+    Raises:
+        RetrofitError: ``repeats`` is below 1.
+    """
+    if repeats < 1:
+        raise RetrofitError(f"repeats={repeats}: measure at least once")
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for counted in range(repeats + 1):
+        for name, arm in arms.items():
+            began = time.perf_counter()
+            arm()
+            if counted:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    """``{name: median, name_low: smallest, name_high: largest}``: three columns of a row."""
+    return {name: statistics.median(values), f"{name}_low": min(values), f"{name}_high": max(values)}
+
+
+def ratios(numerator: list[float], denominator: list[float]) -> list[float]:
+    """Round by round quotients of two arms."""
+    return [a / b for a, b in zip(numerator, denominator, strict=True)]
+
+
+def peak_extra_bytes(prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int | None:
+    """Most memory a call holds beyond what was there before it, as the operating system counts it.
+
+    A fresh process calls ``prepare(*arguments)``, which builds the inputs and returns the function to measure; its peak
+    resident size while that function runs, less its resident size just before, is the answer. Nothing is warmed up first:
+    memory freed by an earlier call could be used again without being seen.
+
+    Returns:
+        Bytes, or None where the system does not tell (it does on Linux).
+    """
+    if not PEAK_RESET.exists():
+        return None
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_peak_extra_bytes, prepare, arguments).result()
+
+
+def _peak_extra_bytes(prepare: Callable[..., Callable[[], object]], arguments: tuple[Any, ...]) -> int:
+    function = prepare(*arguments)
+    PEAK_RESET.write_text("5")
+    before = _status_bytes("VmRSS")
+    function()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,135 @@
+"""How far models are from their teacher: KL and NLL per position, several students against one teacher pass."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from patches.errors import RetrofitError
+
+# logits held at once per model, in elements: 64 MiB of fp32
+CHUNK_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One model's scores. Column ``i`` is position ``start + i``, which predicts token ``start + i + 1``.
+
+    Attributes:
+        nll: (N, P) negative log-likelihood of the next token, nats.
+        kl: (N, P) KL(teacher || model), nats; zero for the teacher itself, NaN when there was no teacher.
+        correct: (N, P) whether the most likely token is the next token.
+        start: first position scored.
+    """
+
+    nll: Tensor
+    kl: Tensor
+    correct: Tensor
+    start: int
+
+    @property
+    def mean_nll(self) -> float:
+        return self.nll.mean(dtype=torch.float64).item()
+
+    @property
+    def mean_kl(self) -> float:
+        return self.kl.mean(dtype=torch.float64).item()
+
+
+def gap_closed(kl: float, window_only: float) -> float:
+    """Share of the KL between window-only model and teacher that ``kl`` has closed: 1 is the teacher, 0 window-only."""
+    return 1.0 - kl / window_only if window_only else 0.0
+
+
+def evaluate(
+    model: nn.Module | Mapping[str, nn.Module],
+    sequences: Tensor,
+    *,
+    start: int,
+    teacher: bool = True,
+    batch_size: int = 8,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> dict[str, Scores]:
+    """Score one model, or several that share a base, on the same positions of the same sequences.
+
+    The teacher is the first model with its memory off. It is run once per batch however many models there are, and
+    logits exist for a few positions at a time only.
+
+    Args:
+        model: a retrofitted model (scored under its memory's kind as name), or ``{name: model}``.
+        sequences: (N, T) token ids, without padding.
+        start: first position to score. For comparable rows: sinks + window of the narrowest window.
+        teacher: score the teacher too, as row ``"teacher"``, and give every model its KL to it.
+        batch_size: sequences per forward pass.
+        on_batch: called with (sequences done, N) after each batch, for progress bars.
+
+    Returns:
+        ``{name: Scores}``, ``"teacher"`` first.
+
+    Raises:
+        RetrofitError: no sequence, or none longer than ``start + 1`` tokens.
+    """
+    models = dict(model) if isinstance(model, Mapping) else {model.config.memory["kind"]: model}
+    if sequences.ndim != 2 or len(sequences) == 0 or not 0 <= start < sequences.shape[1] - 1:
+        raise RetrofitError(
+            f"cannot score positions from {start} on in sequences of shape {tuple(sequences.shape)}: "
+            f"evaluation needs at least one sequence of {start + 2} tokens"
+        )
+    first = next(iter(models.values()))
+    device = first.get_output_embeddings().weight.device
+    rows: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in (["teacher"] if teacher else []) + list(models)}
+    with torch.no_grad(), _evaluating(list(models.values())):
+        for at in range(0, len(sequences), batch_size):
+            ids = sequences[at : at + batch_size].to(device)
+            hidden = {}
+            if teacher:
+                with first.memory_off():
+                    hidden["teacher"] = _hidden(first, ids, start)
+            hidden |= {name: _hidden(one, ids, start) for name, one in models.items()}
+            targets = ids[:, start + 1 :].flatten()
+            for name, scores in _score(hidden, first.get_output_embeddings(), targets).items():
+                rows[name].append(tuple(part.view(len(ids), -1).cpu() for part in scores))
+            if on_batch is not None:
+                on_batch(min(at + batch_size, len(sequences)), len(sequences))
+    columns = {name: [torch.cat(parts) for parts in zip(*batches, strict=True)] for name, batches in rows.items()}
+    return {name: Scores(nll, kl, correct, start) for name, (nll, kl, correct) in columns.items()}
+
+
+def _hidden(model: nn.Module, ids: Tensor, start: int) -> Tensor:
+    """(B, T) ids -> (B * P, E) hidden states of the positions from ``start`` to the last that has a next token."""
+    return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[:, start:-1].flatten(0, 1)
+
+
+def _score(hidden: dict[str, Tensor], head: nn.Module, targets: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """(nll, kl, correct), each (B * P,), for every row of ``hidden``; the row ``teacher``, if any, comes first."""
+    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in hidden}
+    chunk = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
+    for at in range(0, len(targets), chunk):
+        target = targets[at : at + chunk, None]  # (C, 1)
+        reference = None
+        for name, states in hidden.items():
+            log_probs = head(states[at : at + chunk]).float().log_softmax(-1)  # (C, V)
+            if name == "teacher":
+                reference = log_probs
+            if reference is None:
+                kl = torch.full(target.shape[:1], torch.nan, device=target.device)
+            else:
+                kl = (reference.exp() * (reference - log_probs)).sum(-1)
+            nll = -log_probs.gather(-1, target).squeeze(-1)
+            parts[name].append((nll, kl, log_probs.argmax(-1) == target.squeeze(-1)))
+    return {name: tuple(torch.cat(part) for part in zip(*chunks, strict=True)) for name, chunks in parts.items()}
+
+
+@contextmanager
+def _evaluating(models: list[nn.Module]) -> Iterator[None]:
+    """Every model in eval mode inside the block, as it was after it."""
+    were_training = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, training in zip(models, were_training, strict=True):
+            model.train(training)

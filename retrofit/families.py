@@ -1,0 +1,57 @@
+"""The base families and their patched classes; importing this registers them, so exports load without trusting remote code."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from patches import llama, mistral, qwen2, qwen3
+from patches.errors import RetrofitError, nearest
+
+
+@dataclass(frozen=True)
+class Family:
+    """The patched classes for one base architecture."""
+
+    config: type
+    model: type
+    causal_lm: type
+
+
+# by the base's model_type
+FAMILIES = {
+    "qwen2": Family(qwen2.RetrofitQwen2Config, qwen2.RetrofitQwen2Model, qwen2.RetrofitQwen2ForCausalLM),
+    "qwen3": Family(qwen3.RetrofitQwen3Config, qwen3.RetrofitQwen3Model, qwen3.RetrofitQwen3ForCausalLM),
+    "llama": Family(llama.RetrofitLlamaConfig, llama.RetrofitLlamaModel, llama.RetrofitLlamaForCausalLM),
+    "mistral": Family(mistral.RetrofitMistralConfig, mistral.RetrofitMistralModel, mistral.RetrofitMistralForCausalLM),
+}
+PREFIX = "retrofit_"  # a patched model's model_type is this and the base's
+
+for _name, _family in FAMILIES.items():
+    AutoConfig.register(PREFIX + _name, _family.config, exist_ok=True)
+    AutoModel.register(_family.config, _family.model, exist_ok=True)
+    AutoModelForCausalLM.register(_family.config, _family.causal_lm, exist_ok=True)
+
+
+def base_type(config: Any) -> str:
+    """The base's ``model_type`` behind the configuration of a base or of a patched model."""
+    return str(config.model_type).removeprefix(PREFIX)
+
+
+def find_family(config: Any) -> Family:
+    """The family of a base's (or patched model's) configuration.
+
+    Raises:
+        RetrofitError: we do not support it.
+    """
+    name = base_type(config)
+    if name not in FAMILIES:
+        raise RetrofitError(
+            f"a {name!r} model cannot be retrofitted{nearest(name, FAMILIES)}: the families supported are {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
+def is_retrofit(model: Any) -> bool:
+    """Whether ``model`` is a patched causal LM; by attribute, since an export loaded with trust has classes of its own."""
+    return hasattr(model, "memory_parameters") and hasattr(model, "memory_off")

@@ -1,0 +1,70 @@
+"""Writing without half-written results: everything goes to a temporary name first and is renamed when complete."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from patches.errors import RetrofitError
+
+
+def check_output(path: str | Path, overwrite: bool = False) -> Path:
+    """Return ``path`` if a folder may be written there.
+
+    Raises:
+        RetrofitError: a file is in the way, or the folder already holds something and ``overwrite`` is False.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise RetrofitError(f"{path} is a file, not a folder: choose another output folder")
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise RetrofitError(f"{path} already holds something: choose another folder or pass --overwrite (overwrite=True)")
+    return path
+
+
+@contextmanager
+def write_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """Give a temporary folder beside ``path`` that takes its place when the block ends without an error.
+
+    Raises:
+        RetrofitError: as :func:`check_output`.
+    """
+    path = check_output(path, overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    draft.chmod(0o755)  # mkdtemp makes it private; what we ship should be as readable as any folder
+    try:
+        yield draft
+        if path.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+            os.replace(path, old / path.name)
+            os.replace(draft, path)
+            shutil.rmtree(old)
+        else:
+            os.replace(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write ``text`` as UTF-8 to ``path`` in one step (temporary file, then rename)."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(draft, 0o644)
+        os.replace(draft, path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """Write ``data`` as indented JSON to ``path`` in one step. NaN is refused: JSON has no word for it."""
+    write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n")

@@ -1,0 +1,72 @@
+"""A base's fingerprint: enough to tell an adapter that it was made for another model, small enough for its config file."""
+
+import base64
+from typing import Any
+
+import torch
+
+from .families import base_type
+
+# configuration fields that change what the base computes
+FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+)
+SAMPLES = 16  # values of every weight
+ULP = 2.0**-7  # a step of bfloat16, relative; loading through float16 may round twice and differ by one
+
+
+def fingerprint(model: Any) -> dict[str, Any]:
+    """Configuration fields that matter, and a few values of every weight of the base, rounded to bfloat16.
+
+    Args:
+        model: a base or a patched model; memories are left out.
+
+    Returns:
+        ``{"config": {...}, "samples": base64 text}``; the same for any dtype the base is loaded in, up to rounding.
+    """
+    config = {"model_type": base_type(model.config), **{name: getattr(model.config, name, None) for name in FIELDS}}
+    raw = _samples(model).view(torch.uint8).numpy().tobytes()
+    return {"config": config, "samples": base64.b64encode(raw).decode()}
+
+
+def difference(expected: dict[str, Any], model: Any) -> str:
+    """What makes ``model`` another base than the one ``expected`` was taken from, in words; empty if nothing does."""
+    found = fingerprint(model)
+    for name, value in expected["config"].items():
+        if found["config"].get(name) != value:
+            return f"its {name} is {found['config'].get(name)}, not {value}"
+    theirs, ours = _decode(expected["samples"]), _decode(found["samples"])
+    if theirs.shape != ours.shape:
+        return "its weights are not the same ones"
+    theirs, ours = theirs.view(-1, SAMPLES), ours.view(-1, SAMPLES)
+    # a float16 copy may differ by one step of bfloat16 here and there, and flushes what is tiny
+    far = (theirs - ours).abs() > 1.01 * ULP * theirs.abs() + 1e-4 * (theirs.abs() < 1e-4)
+    changed = far.any(1) | ((theirs != ours).float().mean(1) > 0.25)
+    if changed.any():
+        return f"{int(changed.sum())} of its {len(changed)} weights have other values (a fine-tune, or another model)"
+    return ""
+
+
+def _samples(model: Any) -> torch.Tensor:
+    """``SAMPLES`` values of each weight, spread evenly over it, in the order of the names; bfloat16, on the CPU."""
+    picked = []
+    for name, parameter in sorted(model.named_parameters()):
+        if ".memory." in name:
+            continue
+        flat = parameter.detach().flatten()
+        index = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64).long()
+        picked.append(flat[index.to(flat.device)].to("cpu", torch.bfloat16))
+    return torch.cat(picked)
+
+
+def _decode(samples: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(samples)), dtype=torch.bfloat16).float()

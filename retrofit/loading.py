@@ -1,0 +1,86 @@
+"""Loading checkpoints and tokenizers: what transformers says when it cannot, in one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from patches.errors import RetrofitError
+
+from .families import find_family
+
+
+def load_config(path: str, **kwargs: Any) -> Any:
+    """The configuration of a checkpoint (path or Hub id).
+
+    Raises:
+        RetrofitError: there is no such path or id, its ``config.json`` cannot be read, or the family is not supported.
+    """
+    if Path(path).is_file():
+        raise RetrofitError(f"{path} is a file: give the checkpoint's folder, or a Hub id")
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise RetrofitError(f"{path} has no config.json: it is not a checkpoint folder")
+    try:
+        config = AutoConfig.from_pretrained(path, **kwargs)
+    except HFValidationError:
+        raise RetrofitError(f"there is no folder {path!r}, and it is not a Hub id (user/name) either") from None
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise RetrofitError(_explain(path, error)) from None
+    find_family(config)
+    return config
+
+
+def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
+    """A causal LM of a supported family, base or exported retrofit, from a path or Hub id. Weights come in safetensors only.
+
+    Args:
+        path: a checkpoint folder or a Hub id.
+        **kwargs: for ``from_pretrained`` (``dtype`` defaults to the checkpoint's own).
+
+    Raises:
+        RetrofitError: as :func:`load_config`, or weights that are missing, damaged or not in safetensors.
+    """
+    load_config(path, **{key: kwargs[key] for key in ("revision", "token", "cache_dir") if key in kwargs})
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, **{"dtype": "auto", "use_safetensors": True, **kwargs, "output_loading_info": True}
+        )
+    except RetrofitError:
+        raise
+    except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+        raise RetrofitError(_explain(path, error)) from None
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise RetrofitError(f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them: it is not a whole checkpoint")
+    return model
+
+
+def load_tokenizer(path: str, **kwargs: Any) -> Any:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        RetrofitError: it has none, or it cannot be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path, **kwargs)
+    except Exception as error:  # tokenizers raise bare Exception on a damaged file
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise RetrofitError(f"{path} has no usable tokenizer ({reason}): save one beside the checkpoint") from None
+
+
+def _explain(path: str, error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, SafetensorError) or "safetensor" in text.lower() and "header" in text.lower():
+        return f"{path}: a safetensors file is damaged or cut short ({text[:120]}): fetch the checkpoint again"
+    if "does not appear to have a file named" in text or "no file named" in text.lower():
+        return f"{path} holds no weights in safetensors format: convert them with save_pretrained first"
+    if "is not a local folder and is not a valid model identifier" in text or "Repository Not Found" in text or "404" in text:
+        return f"there is no folder {path!r}, and the Hub has no such model (or it is private: set HF_TOKEN)"
+    if "couldn't connect" in text or "offline" in text.lower() or "Cannot send a request" in text:
+        return f"there is no folder {path!r}, and the Hub cannot be reached to look for it"
+    if "does not recognize this architecture" in text or "Unrecognized model" in text:
+        return f"{path} is of a family that cannot be retrofitted: the families supported are qwen2, qwen3, llama, mistral"
+    return f"{path} cannot be loaded: {text[:240]}"

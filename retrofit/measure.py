@@ -1,0 +1,27 @@
+"""Bytes that are really held: by a cache, by a memory's state."""
+
+from typing import Any
+
+import torch
+
+
+def cache_bytes(past_key_values: Any) -> int:
+    """Bytes held by a transformers cache: keys, values, write gates and memory states of all layers and rows of the batch."""
+    return sum(_storage(tensor) for layer in past_key_values.layers for tensor in _tensors(layer))
+
+
+def state_bytes(model: Any) -> int:
+    """Bytes of one layer's memory state for one sequence (the largest, if layers differ), sinks and window not counted."""
+    wide = torch.promote_types(model.dtype, torch.float32)
+    return max(memory.state_elements() for memory in model.model.memories().values()) * wide.itemsize
+
+
+def _tensors(layer: Any) -> list[torch.Tensor]:
+    if hasattr(layer, "tensors"):
+        return layer.tensors()
+    return [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    # the whole storage: a view of something larger keeps all of it alive
+    return tensor.untyped_storage().nbytes()

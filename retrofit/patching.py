@@ -1,0 +1,114 @@
+"""Patching: a pretrained causal LM becomes one with a bounded memory, on the same storage."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from patches.config import MemoryConfig, check_base
+from patches.errors import RetrofitError
+from patches.kinds import find_kind
+
+from .families import PREFIX, base_type, find_family
+from .loading import load_base
+
+# configuration fields that belong to the class or to the file a base came from, not to what the model computes
+NOT_INHERITED = ("model_type", "architectures", "auto_map", "transformers_version", "memory", "_name_or_path")
+
+
+def patch(
+    base: PreTrainedModel | str,
+    memory: str,
+    window: int,
+    sinks: int = 0,
+    *,
+    layers: list[int] | None = None,
+    others: str = "full",
+    model_kwargs: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Give a pretrained model a memory.
+
+    The result's parameters share the base's storage; the base itself is left as it is: its classes, its gradient flags, its logits.
+
+    Args:
+        base: a causal LM of a supported family (or a patched one, whose base is then patched anew), or a checkpoint's path or Hub id.
+        memory: kind of memory, see ``patches.kinds.KINDS``.
+        window: tokens kept exactly, the current one included.
+        sinks: first tokens of a sequence, kept exactly for ever.
+        layers: indices of the layers that get the memory (default: all).
+        others: what the other layers do: ``"full"`` attention, or ``"window"`` (sinks + window without a memory).
+        model_kwargs: for ``from_pretrained`` when ``base`` is a path or id (``dtype``, ``device_map``, ``revision``, ...).
+        **options: the memory's own options.
+
+    Returns:
+        A ``Retrofit<Family>ForCausalLM`` in evaluation or training mode like its base; only the memory requires gradients.
+
+    Raises:
+        RetrofitError: an unsupported family or base, an unknown memory or option, a value out of range.
+    """
+    kind = find_kind(memory)
+    kind.read_options(options)
+    if not isinstance(base, PreTrainedModel):
+        if not isinstance(base, str) and not hasattr(base, "__fspath__"):
+            raise RetrofitError(f"the base must be a transformers model, a path or a Hub id, not {type(base).__name__}")
+        base = load_base(str(base), **(model_kwargs or {}))
+    elif model_kwargs:
+        raise RetrofitError("model_kwargs are for loading: pass them with a path or id, not with a loaded model")
+    family = find_family(base.config)
+    if type(base).__name__.removeprefix("Retrofit") != family.causal_lm.__name__.removeprefix("Retrofit"):
+        raise RetrofitError(f"{type(base).__name__} is not a plain causal LM: load the base with AutoModelForCausalLM")
+    if getattr(base, "hf_quantizer", None) is not None:
+        raise RetrofitError("quantised bases are not supported yet: load the base in bfloat16 or float32")
+    if any(parameter.is_meta for parameter in base.parameters()):
+        raise RetrofitError("the base has weights that are not loaded (meta or offloaded to disk): load it whole")
+
+    name, revision = _origin(base)
+    settings = MemoryConfig(memory, window, sinks, layers, others, options, name, revision)
+    settings.patched_layers(base.config.num_hidden_layers)
+    check_base(base.config, window, sinks)
+    values = {key: value for key, value in base.config.to_dict().items() if key not in NOT_INHERITED}
+    config = family.config(**values, memory=settings.to_dict())
+    config._attn_implementation = base.config._attn_implementation
+    with torch.device("meta"):
+        model = family.causal_lm(config)
+    _share(base, model)
+    model.generation_config = base.generation_config
+    if getattr(base, "hf_device_map", None) and len(set(base.hf_device_map.values())) > 1:
+        from accelerate import dispatch_model
+
+        model = dispatch_model(model, base.hf_device_map)
+    return model.train(base.training)
+
+
+def _origin(base: PreTrainedModel) -> tuple[str | None, str | None]:
+    """Name and revision of the checkpoint behind ``base``."""
+    memory = getattr(base.config, "memory", None)
+    if memory:
+        return memory.get("base"), memory.get("base_revision")
+    return getattr(base.config, "_name_or_path", None) or None, getattr(base.config, "_commit_hash", None)
+
+
+def _share(base: nn.Module, model: Any) -> None:
+    """Point ``model``'s parameters at ``base``'s storage, frozen; copy its buffers; give every memory fresh parameters beside them."""
+    for path, module in model.named_modules():
+        if getattr(module, "is_retrofit_memory", False):
+            device = base.get_submodule(path.removesuffix(".memory")).q_proj.weight.device
+            module.to_empty(device=device)
+            module.to(torch.promote_types(base.dtype, torch.float32))
+            module.reset_parameters()
+            continue
+        if ".memory." in f"{path}.":
+            continue
+        source = base.get_submodule(path)
+        for name, parameter in source.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
+        for name, buffer in source.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.clone(), persistent=name not in source._non_persistent_buffers_set)
+            if isinstance(getattr(source, f"original_{name}", None), torch.Tensor):  # rotary tables keep their first version
+                setattr(module, f"original_{name}", getattr(module, name))
+    model.tie_weights()
+
+
+__all__ = ["PREFIX", "base_type", "patch"]

@@ -1,0 +1,40 @@
+"""The one table a verb prints, and the same rows as JSON for ``--json FILE``."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from retrofit.files import write_json
+
+Row = Mapping[str, Any]
+Columns = Mapping[str, tuple[str, str]]
+
+
+def print_table(title: str, rows: Sequence[Row], columns: Columns, console: Console | None = None) -> None:
+    """Print ``rows`` under ``columns``, ``{key: (header, format)}``: ``{"kl": ("KL to teacher", ".4f")}``.
+
+    A missing, None or NaN value is shown as a dash. Columns of text (format ``""``) are flush left, numbers right.
+    """
+    table = Table(title=title, title_justify="left")
+    for header, spec in columns.values():
+        table.add_column(header, justify="right" if spec else "left", no_wrap=not spec)
+    for row in rows:
+        table.add_row(*(_cell(row.get(key), spec) for key, (_, spec) in columns.items()))
+    (console or Console()).print(table)
+
+
+def write_rows(path: str | Path, rows: Sequence[Row]) -> None:
+    """Write ``rows`` as a JSON list in one step; NaN and infinities become null."""
+    write_json(path, [{key: None if _missing(value) else value for key, value in row.items()} for row in rows])
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
+
+
+def _cell(value: Any, spec: str) -> str:
+    return "-" if _missing(value) else format(value, spec)

@@ -1,0 +1,84 @@
+"""Fixtures every test may ask for: tiny random bases of the four families, NaN in fresh memory, the reference folder."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+# one thread: the tensors are tiny and pytest runs one process per core
+torch.set_num_threads(1)
+transformers_logging.disable_progress_bar()
+
+FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")
+
+
+def tiny_base(family: str, *, seed: int = 0, attn_implementation: str = "sdpa", **config: object) -> PreTrainedModel:
+    """A random base in eval mode: 2 layers, 4 query heads on 2 key/value heads of 16, vocabulary 101; ``config`` overrides.
+
+    Biases are random too (transformers starts them at zero, which would hide a forgotten one).
+    """
+    defaults: dict[str, object] = {
+        "vocab_size": 101,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if family == "Mistral":
+        defaults["sliding_window"] = None
+    settings = getattr(transformers, f"{family}Config")(**{**defaults, **config})
+    settings._attn_implementation = attn_implementation
+    torch.manual_seed(seed)
+    base = getattr(transformers, f"{family}ForCausalLM")(settings).eval()
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    return base
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Each base family in turn."""
+    return request.param
+
+
+@pytest.fixture
+def make_base() -> Callable[..., PreTrainedModel]:
+    """:func:`tiny_base`, for tests that choose the family or the config themselves."""
+    return tiny_base
+
+
+@pytest.fixture
+def base(family: str) -> PreTrainedModel:
+    """A tiny random base of each family in turn."""
+    return tiny_base(family)
+
+
+@pytest.fixture
+def poisoned_empty() -> Iterator[None]:
+    """Fill what ``torch.empty`` and its kin return with NaN, so that reading it before writing it shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of reference numbers and of the small checkpoint that lies beside the checkout; not part of the product."""
+    folder = Path(__file__).resolve().parents[2] / "shared"
+    if not folder.is_dir():
+        pytest.skip("the reference folder ../shared is not beside this checkout")
+    return folder

@@ -22,6 +22,8 @@ class MemoryConfig:
         options: the memory's own options; unknown names are refused by its ``Options`` class.
         base: name (or path) of the base checkpoint, for the adapter and the model card.
         base_revision: commit of the base on the Hub, if known.
+        rotary_dtype: dtype that the base's rotary frequencies were rounded to, if it was cast as a whole with ``.to(dtype)`` (which
+            ``from_pretrained`` never does); an export then rounds them likewise and gives the same logits.
     """
 
     kind: str
@@ -32,6 +34,7 @@ class MemoryConfig:
     options: dict[str, Any] = field(default_factory=dict)
     base: str | None = None
     base_revision: str | None = None
+    rotary_dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_window(self.window, self.sinks)

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from .attention import MemoryPass
 from .cache import adopt
@@ -24,8 +27,24 @@ class MemoryPreTrained:
     def _init_weights(self, module: nn.Module) -> None:
         if getattr(module, "is_retrofit_memory", False):
             module.reset_parameters()
-        else:
-            super()._init_weights(module)
+            return
+        super()._init_weights(module)
+        rounded = (self.config.memory or {}).get("rotary_dtype")
+        if rounded and hasattr(module, "inv_freq"):
+            frequencies = module.inv_freq.to(getattr(torch, rounded)).to(module.inv_freq.dtype)
+            init.copy_(module.inv_freq, frequencies)
+            init.copy_(module.original_inv_freq, frequencies)
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """As in transformers, with the code that runs it beside the weights; all three Auto classes find it."""
+        family, prefix = type(self).__module__.rpartition(".")[2], type(self.config).__name__.removesuffix("Config")
+        self.config.auto_map = {
+            "AutoConfig": f"{family}.{prefix}Config",
+            "AutoModel": f"{family}.{prefix}Model",
+            "AutoModelForCausalLM": f"{family}.{prefix}ForCausalLM",
+        }
+        super().save_pretrained(save_directory, **kwargs)
+        name_every_file(Path(save_directory), family)
 
 
 class MemoryModel(MemoryPreTrained):
@@ -167,16 +186,6 @@ class MemoryCausalLM(MemoryPreTrained):
                 for name, parameter in module.named_parameters():
                     yield f"{prefix}.{name}", parameter
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """As in transformers, with the code that runs it beside the weights; all three Auto classes find it."""
-        family = type(self).__module__.rpartition(".")[2]
-        self.config.auto_map = {
-            "AutoConfig": f"{family}.{type(self.config).__name__}",
-            "AutoModel": f"{family}.{type(self.model).__name__}",
-            "AutoModelForCausalLM": f"{family}.{type(self).__name__}",
-        }
-        super().save_pretrained(save_directory, **kwargs)
-
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, beam search and sampling included."""
         config = kwargs.get("generation_config") or self.generation_config
@@ -220,6 +229,21 @@ def left_padding(mask: Tensor, seen: int, new: int) -> Tensor | None:
             "attention_mask has a hole (masked tokens after real ones, as in a right-padded cache that is continued): pad on the left"
         )
     return pad if bool((pad > 0).any()) else None
+
+
+def name_every_file(folder: Path, family: str) -> None:
+    """Let an exported family file import each file beside it.
+
+    Loading from a folder, the first releases of transformers 5 copy only the files which that one names itself, not the files that
+    those need in turn.
+    """
+    entry = folder / f"{family}.py"
+    text = entry.read_text(encoding="utf-8")
+    names = sorted({Path(file).stem for file in get_relative_import_files(entry)})
+    missing = [name for name in names if f"from .{name} " + "import" not in text]
+    if missing:
+        lines = "".join(f"from .{name} " + f"import __name__ as _{name}  # noqa\n" for name in missing)
+        entry.write_text(f"{text}\n# older transformers copy only the files that this one names\n{lines}", encoding="utf-8")
 
 
 def _is_packed(position_ids: Tensor | None) -> bool:

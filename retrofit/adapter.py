@@ -22,6 +22,7 @@ from .patching import patch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_TYPE = "RETROFIT"
+OF_THE_BASE = ("base", "base_revision", "rotary_dtype")  # of a patched model's configuration, this is not the adapter's
 PREFIX = "base_model.model."  # PEFT's name for the wrapped model, so that it finds our keys
 
 
@@ -47,7 +48,7 @@ def save_adapter(model: Any, path: str | Path, overwrite: bool = False, details:
         "base_model_name_or_path": memory.get("base"),
         "revision": memory.get("base_revision"),
         "inference_mode": True,
-        "memory": {key: value for key, value in memory.items() if key not in ("base", "base_revision")},
+        "memory": {key: value for key, value in memory.items() if key not in OF_THE_BASE},
         "fingerprint": fingerprint(model),
     }
     with write_folder(path, overwrite) as draft:

@@ -10,7 +10,7 @@ from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 
-from .families import PREFIX, base_type, find_family
+from .families import find_family
 from .loading import load_base
 
 # configuration fields that belong to the class or to the file a base came from, not to what the model computes
@@ -65,7 +65,9 @@ def patch(
         raise RetrofitError("the base has weights that are not loaded (meta or offloaded to disk): load it whole")
 
     name, revision = _origin(base)
-    settings = MemoryConfig(memory, window, sinks, layers, others, options, name, revision)
+    frequencies = base.model.rotary_emb.inv_freq.dtype
+    rounded = None if frequencies.itemsize >= 4 else str(frequencies).removeprefix("torch.")
+    settings = MemoryConfig(memory, window, sinks, layers, others, options, name, revision, rounded)
     settings.patched_layers(base.config.num_hidden_layers)
     check_base(base.config, window, sinks)
     values = {key: value for key, value in base.config.to_dict().items() if key not in NOT_INHERITED}
@@ -106,9 +108,4 @@ def _share(base: nn.Module, model: Any) -> None:
             setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
         for name, buffer in source.named_buffers(recurse=False):
             module.register_buffer(name, buffer.clone(), persistent=name not in source._non_persistent_buffers_set)
-            if isinstance(getattr(source, f"original_{name}", None), torch.Tensor):  # rotary tables keep their first version
-                setattr(module, f"original_{name}", getattr(module, name))
     model.tie_weights()
-
-
-__all__ = ["PREFIX", "base_type", "patch"]

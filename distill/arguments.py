@@ -1,6 +1,6 @@
 """The trainer's arguments: transformers' own, with defaults that suit a memory, and the few that distillation adds."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
 
@@ -8,6 +8,9 @@ from patches.errors import RetrofitError, nearest
 
 WINDOW_SAMPLING = ("fixed", "ahn")
 LABEL_SHIFT = ("next", "ahn")
+# transformers renames the switch: the old name warns where the new one exists
+_NEW = "activation_checkpointing" in {argument.name for argument in fields(TrainingArguments)}
+CHECKPOINTING = "activation_checkpointing" if _NEW else "gradient_checkpointing"
 
 
 @dataclass
@@ -23,11 +26,14 @@ class DistillArguments(TrainingArguments):
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule after the warm-up."})
     warmup_steps: float = field(default=0.1, metadata={"help": "Warm-up steps, or below 1 their share of all steps."})
     adam_beta2: float = field(default=0.98, metadata={"help": "AdamW's second beta."})
+    data_seed: int | None = field(default=None, metadata={"help": "Seed of the rows' order; the run's own by default."})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN and Inf losses in the log."})
 
     window_sampling: str = field(
         default="fixed",
-        metadata={"help": "'fixed': the model's window and sinks. 'ahn': drawn anew for each step as AHN's recipe does."},
+        metadata={
+            "help": "'fixed': the model's window and sinks. 'ahn': drawn anew for each step as AHN's recipe does."
+        },
     )
     label_shift: str = field(
         default="next",
@@ -42,4 +48,7 @@ class DistillArguments(TrainingArguments):
                 raise RetrofitError(f"{name} is {value!r}, not one of {', '.join(choices)}{nearest(value, choices)}")
         if not self.temperature > 0:
             raise RetrofitError(f"temperature is {self.temperature}: it must be above 0")
+        if self.data_seed is None:
+            # the order of the rows would otherwise hang on the process's random state, which a resumed run has not
+            self.data_seed = self.seed
         super().__post_init__()

@@ -1,52 +1,210 @@
-"""``retrofit demo``: the main job from end to end in about two minutes, on a model and a text made on the spot.
+"""``retrofit demo``: the main job from end to end, on a model and a text made on the spot.
 
-Train a teacher that recalls, patch it, distil its memory, compare with what it had to beat, save adapter and export,
-load the export where this package does not exist, and let it complete a prompt.
+Train a teacher that recalls, patch it, distil its memory, compare it with what it has to beat, save adapter and export,
+load the export in a process that does not have this package, and let it complete a prompt.
 """
 
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from math import ceil
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.text import Text
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PrinterCallback
+from transformers.utils import logging as transformers_logging
 
 import retrofit
-from distill import demo_reload
 from distill.arguments import DistillArguments
 from distill.data import PackedRows
+from distill.demo_recall import pick_prompt, print_recall, reload
 from distill.demo_teacher import LENGTH, train_teacher
 from distill.demo_text import documents, generator, recall_distance, tokenizer
 from distill.progress import ProgressCallback, progress_bar
 from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
+from patches.kinds import KINDS, find_kind
+from retrofit.baselines import equal_memory_window, row_bytes, window_only
 from retrofit.evaluate import evaluate, gap_closed
+from retrofit.export import export_model
 from retrofit.files import check_output, write_folder
 from retrofit.table import print_table, write_rows
 
 WINDOW, SINKS = 32, 4
 STEPS, BATCH, LEARNING_RATE = 250, 8, 3e-2
 HELD_OUT = 64  # documents
-THREADS = 2  # more do not help at this size
-
+STAGES = {
+    "copy": "teacher 1/3, random words that repeat: at most",
+    "short": "teacher 2/3, short documents: at most",
+    "full": "teacher 3/3, full documents",
+}
 COLUMNS = {
     "name": ("", ""),
-    "far_recall": ("far recall", ".3f"),
-    "kl": ("KL to teacher", ".4f"),
-    "kl_gap_closed": ("KL gap closed", ".1%"),
+    "far_recall": ("far\nrecall", ".3f"),
+    "kl": ("KL to\nteacher", ".4f"),
+    "kl_gap_closed": ("KL gap\nclosed", ".1%"),
     "nll": ("NLL", ".3f"),
-    "state_bytes": ("state bytes per layer", ",d"),
+    "state_bytes": ("state\nbytes", ",d"),
     "seconds": ("seconds", ".0f"),
 }
+
+
+def run_demo(
+    *,
+    memory: str = "ahn-gdn",
+    seed: int = 0,
+    output: str | Path,
+    json_file: str | Path | None = None,
+    overwrite: bool = False,
+) -> list[dict[str, Any]]:
+    """Run the demo and return the rows of its table.
+
+    Writes ``output``/base (the teacher), ``output``/adapter and ``output``/model, all at once at the end.
+
+    Args:
+        memory: kind of memory to distil.
+        seed: of the teacher, the texts, the memory's start and the order of its lessons.
+        output: folder to write.
+        json_file: also write the rows there.
+        overwrite: replace what ``output`` holds.
+
+    Returns:
+        One mapping per row: ``name``; ``far_recall``, the share of the answers last mentioned more than S + W tokens
+        ago that are the likeliest token; ``kl`` to the teacher and ``nll`` of the next token (nats, held-out positions
+        from S + W on); ``kl_gap_closed``; ``state_bytes`` that one sequence of 256 tokens holds in a layer besides
+        S + W keys and values; ``seconds`` of training.
+
+    Raises:
+        RetrofitError: a memory that does not exist or has nothing to distil, an output that is taken, a teacher that
+            did not learn, an export that does not compute what the model in memory computes.
+    """
+    if not find_kind(memory).trainable:
+        raise RetrofitError(f"memory {memory!r} has nothing to distil: choose one of {', '.join(_trainable())}")
+    check_output(output, overwrite)
+    output, began, console = Path(output), time.perf_counter(), Console()
+    with _quiet_on_one_thread():
+        teacher, teacher_seconds = _teach(seed)
+        teacher.name_or_path = str(output / "base")
+        model, distil_seconds = _distil(teacher, memory, seed)
+        held_out = documents(HELD_OUT, LENGTH, generator(seed, "held-out"))
+        rows = _compare(model, held_out, {"teacher": teacher_seconds, memory: distil_seconds})
+
+        words = tokenizer()
+        with write_folder(output, overwrite) as draft:
+            teacher.save_pretrained(draft / "base")
+            words.save_pretrained(draft / "base")
+            retrofit.save_adapter(model, draft / "adapter")
+            export_model(model, draft / "model", words)
+        if json_file is not None:
+            write_rows(json_file, rows)
+        title = f"{HELD_OUT} held-out documents of {LENGTH} tokens, window {WINDOW}, {SINKS} sinks, seed {seed}"
+        print_table(title, rows, COLUMNS, console)
+
+        prompt, ago = pick_prompt(held_out, WINDOW + SINKS)
+        logits, continuation = reload(output / "model", held_out[:BATCH], prompt)
+        with torch.no_grad():
+            if not torch.equal(logits, model(held_out[:BATCH]).logits):
+                raise RetrofitError(f"{output / 'model'} does not compute what the distilled model computes")
+        print_recall(console, model, prompt, ago, continuation)
+    console.print(f"\nadapter, base and model are in {output} ({time.perf_counter() - began:.0f} s in all)")
+    return rows
+
+
+def _trainable() -> list[str]:
+    return [name for name, kind in KINDS.items() if kind.trainable]
+
+
+@contextmanager
+def _quiet_on_one_thread() -> Iterator[None]:
+    """One thread: at this size a second one gains little on an idle machine, loses much on a busy one, and with one the
+    sums (and so the figures) do not depend on the number of cores."""
+    threads, bars = torch.get_num_threads(), transformers_logging.is_progress_bar_enabled()
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _teach(seed: int) -> tuple[PreTrainedModel, float]:
+    """A trained teacher, and how many seconds that took."""
+    began, stage, bar = time.perf_counter(), "", None
+    with ExitStack() as bars:
+
+        def on_step(now: str, step: int, most: int, loss: float, accuracy: float) -> None:
+            nonlocal stage, bar
+            if now != stage:
+                bars.close()
+                stage, bar = now, bars.enter_context(progress_bar(STAGES[now], most))
+            bar.update(step, f"loss {loss:.2f}, recall {accuracy:.0%}")
+
+        teacher = train_teacher(seed, on_step)
+    return teacher, time.perf_counter() - began
+
+
+def _distil(teacher: PreTrainedModel, memory: str, seed: int) -> tuple[Any, float]:
+    """``teacher`` with a distilled memory, and how many seconds that took."""
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(seed)
+        model = retrofit.patch(teacher, memory=memory, window=WINDOW, sinks=SINKS)
+        arguments = DistillArguments(
+            output_dir=folder,
+            max_steps=STEPS,
+            per_device_train_batch_size=BATCH,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.05},
+            seed=seed,
+            logging_steps=5,
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            report_to="none",
+        )
+        lessons = documents(STEPS * BATCH, LENGTH, generator(seed, "distil"))
+        trainer = DistillTrainer(model, arguments, PackedRows(lessons.flatten(), LENGTH))
+        trainer.remove_callback(PrinterCallback)
+        began = time.perf_counter()
+        with progress_bar(f"distilling {memory}", STEPS) as bar:
+            trainer.add_callback(ProgressCallback(bar, BATCH * LENGTH))
+            trainer.train()
+        return model.eval(), time.perf_counter() - began
+
+
+def _compare(model: Any, held_out: Tensor, seconds: dict[str, float]) -> list[dict[str, Any]]:
+    """The table's rows, all on the same positions: those where window-only can differ from the teacher."""
+    memory, start = model.config.memory["kind"], WINDOW + SINKS
+    wide = equal_memory_window(model)
+    models = {
+        "window-only": window_only(model),
+        "window-only, equal memory": window_only(model, wide),
+        memory: model,
+    }
+    row = row_bytes(model.config, model.dtype)
+    state_bytes = {
+        "teacher": (LENGTH - start) * row,
+        "window-only": 0,
+        "window-only, equal memory": (wide - WINDOW) * row,
+        memory: retrofit.state_bytes(model),
+    }
+    scores = evaluate(models, held_out, start=start)
+    far = recall_distance(held_out)[:, start + 1 :] > start
+    gap = scores["window-only"].mean_kl
+    return [
+        {
+            "name": name,
+            "far_recall": score.correct[far].double().mean().item(),
+            "kl": score.mean_kl,
+            "kl_gap_closed": gap_closed(score.mean_kl, gap),
+            "nll": score.mean_nll,
+            "state_bytes": state_bytes[name],
+            "seconds": seconds.get(name, 0.0),
+        }
+        for name, score in scores.items()
+    ]

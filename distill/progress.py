@@ -35,13 +35,15 @@ class Bar:
             self._lines = int(done * LINES // total)
             left = (total - done) / speed if speed else 0
             description = self._progress.tasks[self._task].description
-            console.print(f"{description} {done}/{total:.0f} {note}, {left:.0f} s left", highlight=False)
+            console.print(
+                f"{description} {done}/{total:.0f} {note}, {left:.0f} s left", highlight=False, soft_wrap=True
+            )
 
 
 @contextmanager
 def progress_bar(what: str, total: int, done: int = 0, console: Console | None = None) -> Iterator[Bar]:
     """A bar named ``what`` on stderr; where it cannot be redrawn, ten lines instead."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True)) as progress:
         yield Bar(progress, progress.add_task(what, total=total, completed=done, note=""), done)
 
@@ -60,20 +62,25 @@ class ProgressCallback(TrainerCallback):
         if "loss" in logs:
             self.notes["kl"] = f"KL {logs['loss']:.4f}"
         if "eval_kl_gap_closed" in logs:
-            self.notes["gap"] = f"held out {logs['eval_kl']:.4f}, gap closed {logs['eval_kl_gap_closed']:.1%}"
+            self.notes["gap"] = f"held out {logs['eval_kl']:.4f} ({logs['eval_kl_gap_closed']:.0%} closed)"
         self.bar.update(state.global_step, ", ".join(self.notes.values()), self.tokens_per_step)
 
 
-class JsonlCallback(TrainerCallback):
-    """Appends everything logged to a JSONL file; a resumed run first cuts what came after its checkpoint."""
+class RunLog(TrainerCallback):
+    """Appends everything logged to a JSONL file, with the seconds of training so far.
+
+    The same entries travel in the trainer's state, so a resumed run first cuts what came after its checkpoint.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._began = self._before = 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start from the history the trainer's state carries."""
+        self._began, self._before = time.perf_counter(), seconds(state)
         if state.is_world_process_zero:
             write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in state.log_history))
 
@@ -81,6 +88,12 @@ class JsonlCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         """One line per log call."""
+        state.log_history[-1]["seconds"] = self._before + time.perf_counter() - self._began
         if state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(state.log_history[-1]) + "\n")
+
+
+def seconds(state: TrainerState) -> float:
+    """Seconds a run has trained for, interruptions left out."""
+    return state.log_history[-1]["seconds"] if state.log_history else 0.0

@@ -98,6 +98,8 @@ class Recipe:
             if not math.isfinite(value) or value < least or (value == least and not allowed):
                 rule = f"{least} or more" if allowed else f"more than {least}"
                 raise RetrofitError(f"{name}: {value} is out of range, it must be {rule}")
+        if taken := set(self.options) & ({f.name for f in fields(self)} | {"model_kwargs"}):
+            raise RetrofitError(f"options: {min(taken)!r} is not an option of a memory: give it as a key of its own")
         if self.holdout >= 1:
             raise RetrofitError(f"holdout: {self.holdout} is out of range, it is a share of the tokens below 1")
         if self.window_sampling == "fixed" and self.seq_len < self.window + self.sinks + 2:
@@ -118,11 +120,24 @@ class Recipe:
         known = [f.name for f in fields(cls)]
         for key in data:
             if key not in known:
-                raise RetrofitError(f"{where}: unknown key {key!r}{nearest(str(key), known)}; the keys are {', '.join(known)}")
+                raise RetrofitError(
+                    f"{where}: unknown key {key!r}{nearest(str(key), known)}; the keys are {', '.join(known)}"
+                )
         try:
             return cls(**data)
         except RetrofitError as error:
             raise RetrofitError(f"{where}: {error}") from None
+
+    def places(self) -> tuple[str, str, Path]:
+        """``base``, ``data`` and ``output``, once all three are known.
+
+        Raises:
+            RetrofitError: one is not.
+        """
+        for name in ("base", "data", "output"):
+            if getattr(self, name) is None:
+                raise RetrofitError(f"the recipe leaves {name!r} open: give it there, or with a flag")
+        return str(self.base), str(self.data), Path(str(self.output))
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary, every key in it."""
@@ -149,7 +164,9 @@ def read_recipe(path_or_name: str | Path) -> Any:
         shipped = shipped_recipes()
         if str(path_or_name) not in shipped:
             hint = nearest(str(path_or_name), shipped)
-            raise RetrofitError(f"there is no recipe file or shipped recipe {path_or_name}{hint}: see `retrofit recipes ls`")
+            raise RetrofitError(
+                f"there is no recipe file or shipped recipe {path_or_name}{hint}: see `retrofit recipes ls`"
+            )
         path = shipped[str(path_or_name)]
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
@@ -169,7 +186,9 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(problem=f"the key {key!r} is given twice", problem_mark=node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key!r} is given twice", problem_mark=node.start_mark
+                )
         return super().construct_mapping(node, deep)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from patches.errors import RetrofitError
 
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def documents(source: str) -> Iterator[str]:
@@ -59,7 +59,6 @@ def _jsonl(path: Path) -> Iterator[str]:
 
 def _parquet(path: Path) -> Iterator[str]:
     import pyarrow
-
     from pyarrow import parquet
 
     try:
@@ -100,7 +99,9 @@ def _rows(data: object, source: str) -> Iterator[str]:
 
     if isinstance(data, datasets.DatasetDict):
         if "train" not in data:
-            raise RetrofitError(f"{source} has no split 'train', only {', '.join(map(repr, data))}: save one as 'train'")
+            raise RetrofitError(
+                f"{source} has no split 'train', only {', '.join(map(repr, data))}: save one as 'train'"
+            )
         data = data["train"]
     assert isinstance(data, datasets.Dataset)
     _check_columns(data.column_names, source)
@@ -109,7 +110,9 @@ def _rows(data: object, source: str) -> Iterator[str]:
 
 def _check_columns(names: list[str], source: str) -> None:
     if "text" not in names:
-        raise RetrofitError(f"{source} has no column 'text', only {', '.join(map(repr, names))}: rename the text column")
+        raise RetrofitError(
+            f"{source} has no column 'text', only {', '.join(map(repr, names))}: rename the text column"
+        )
 
 
 def _strings(values: Iterable[object], source: str) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """The trainer: transformers' own, with the model's full-attention self as teacher and only the memory trained."""
 
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl
 
-import retrofit
 from distill.arguments import DistillArguments
-from distill.checkpoint import drop_oldest, load_memory, save_memory
+from distill.checkpoint import drop_oldest
 from distill.loss import chunked_kl, scored_positions
 from distill.windows import draw_window
 from patches.errors import RetrofitError
+from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
+from retrofit.baselines import window_only
 from retrofit.evaluate import gap_closed
 
 Batch = dict[str, Tensor]
@@ -40,9 +40,12 @@ class DistillTrainer(Trainer):
         RetrofitError: the model has no memory to train; while training, a loss that is NaN or infinite.
     """
 
+    args: DistillArguments
+    control: TrainerControl
+
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         args: DistillArguments,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
@@ -66,13 +69,14 @@ class DistillTrainer(Trainer):
         # our loss is divided by the positions of the whole accumulated batch, so it must not be divided again
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
-        self.window: tuple[int, int] = (model.config.memory["window"], model.config.memory["sinks"])
+        self.window: tuple[int, int] = (model.config.memory["window"], model.config.memory["sinks"])  # W, S
         self._step_window = self.window
+        self._draft = ""  # subfolder of the output folder in which a checkpoint is being written
         self._window_only_kl: dict[str, float] = {}
 
     # ---- the loss ----
 
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple[list[Batch], Tensor]:
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple[list[Batch], Any]:
         """The micro-batches of the next optimizer step, and how many positions they score on all ranks.
 
         Draws the step's window too, since the count depends on it.
@@ -80,45 +84,45 @@ class DistillTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._step_window = self.window
         if self.args.window_sampling == "ahn" and batches:
-            length = max(batch["input_ids"].shape[1] for batch in batches)
+            longest = torch.tensor([max(batch["input_ids"].shape[1] for batch in batches)], device=device)
+            length = int(self.accelerator.gather(longest).max())  # rows may be padded to another length elsewhere
             self._step_window = draw_window(self.args.seed, self.state.global_step, length)
         count = sum(self._scored(batch["labels"], self._step_window).sum() for batch in batches)
         return batches, self.accelerator.reduce(torch.as_tensor(count, device=device), reduction="sum")
 
-    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | None = None) -> Tensor:
+    def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         # around the backward pass too: gradient checkpointing runs the forward again there
         with self._windowed(self._step_window):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
-        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """KL(teacher || student), the mean over the scored positions of the whole accumulated, distributed batch."""
         total, count = self._kl_sum(model, inputs, self._step_window)
-        if num_items_in_batch is None:
-            loss = total / max(count, 1)
-        else:
+        if num_items_in_batch is not None:
             # data parallelism averages gradients over ranks: undo it, the count is already that of all ranks
-            loss = total * self.accelerator.num_processes / num_items_in_batch.clamp(min=1)
-        if not math.isfinite(loss):
+            total, count = total * self.accelerator.num_processes, num_items_in_batch
+        loss = total / count.clamp(min=1)  # a batch without a scored position contributes zero
+        if not loss.isfinite():
             raise RetrofitError(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}: the run stopped before this step was "
                 "applied; resume from an earlier checkpoint with a smaller learning rate, or look at the data there"
             )
         return (loss, {}) if return_outputs else loss
 
-    def _kl_sum(self, student: nn.Module, inputs: Batch, window: tuple[int, int]) -> tuple[Tensor, int]:
+    def _kl_sum(self, student: Any, inputs: Batch, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Sum of KL(teacher || student) over the batch's scored positions, and their number."""
         scored = self._scored(inputs["labels"], window)
-        count = int(scored.sum())
-        tokens = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
+        tokens: Batch = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
         model = self.accelerator.unwrap_model(student)
         teacher = self._teacher(model, tokens)[scored]  # (P, E)
         states = _hidden(student, model.get_decoder(), tokens)[scored]  # (P, E)
         head = model.get_output_embeddings()
-        return chunked_kl(states, teacher, head.weight, head.bias, temperature=self.args.temperature), count
+        loss = chunked_kl(states, teacher, head.weight, head.bias, temperature=self.args.temperature)
+        return loss, scored.sum()
 
-    def _teacher(self, model: nn.Module, tokens: Batch) -> Tensor:
+    def _teacher(self, model: Any, tokens: Batch) -> Tensor:
         """(B, T, E) hidden states of the base with full attention, through the unwrapped module: nothing to reduce."""
         was_training = model.training
         model.eval()
@@ -159,10 +163,13 @@ class DistillTrainer(Trainer):
         """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, dict):
-            parts = {name: self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in data.items()}
+            parts = {
+                name: self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in data.items()
+            }
             return {key: value for part in parts.values() for key, value in part.items()}
         if metric_key_prefix not in self._window_only_kl:
-            self._window_only_kl[metric_key_prefix] = self._mean_kl(self._window_only(), data)
+            bare = window_only(self.accelerator.unwrap_model(self.model))
+            self._window_only_kl[metric_key_prefix] = self._mean_kl(bare, data)
         reference = self._window_only_kl[metric_key_prefix]
         kl = self._mean_kl(self.accelerator.unwrap_model(self.model), data)
         metrics = {"kl": kl, "kl_window_only": reference, "kl_gap_closed": gap_closed(kl, reference)}
@@ -171,57 +178,54 @@ class DistillTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _mean_kl(self, model: nn.Module, data: Dataset | None) -> float:
+    def _mean_kl(self, model: Any, data: Dataset | None) -> float:
         """KL to the teacher over every scored position of ``data`` on all ranks, nats."""
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = torch.zeros(2, device=self.args.device)
         was_training = model.training
         model.eval()
         with torch.no_grad():
             for batch in self.get_eval_dataloader(data):
-                total, count = self._kl_sum(model, self._prepare_inputs(batch), self.window)
-                sums += torch.tensor([total.item(), count], dtype=torch.float64)
+                sums += torch.stack(self._kl_sum(model, self._prepare_inputs(batch), self.window))
         model.train(was_training)
-        total, count = self.accelerator.reduce(sums.to(self.args.device, torch.float32), reduction="sum").tolist()
+        total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
         return total / max(count, 1)
-
-    def _window_only(self) -> nn.Module:
-        """The same base, window and sinks without a memory: shares the weights."""
-        model = self.accelerator.unwrap_model(self.model)
-        memory = model.config.memory
-        layers = {"layers": memory["layers"], "others": memory["others"]}
-        return retrofit.patch(model, memory="none", window=self.window[0], sinks=self.window[1], **layers)
 
     # ---- checkpoints ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the memory, without the base, to ``output_dir``."""
+        """Write the memory to ``output_dir``, as an adapter."""
         if self.args.should_save:
-            save_memory(self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir))
+            folder = output_dir or self._get_output_dir(trial=None)
+            save_adapter(self.accelerator.unwrap_model(self.model), folder, overwrite=True)
+        self.accelerator.wait_for_everyone()  # the folder has just been replaced: other ranks write to it from here on
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load_memory(self.accelerator.unwrap_model(model or self.model), Path(resume_from_checkpoint))
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any | None = None) -> None:
+        load_memory_weights(self.accelerator.unwrap_model(model or self.model), Path(resume_from_checkpoint) / WEIGHTS)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the checkpoint under another name first: a folder called ``checkpoint-N`` is a whole one."""
-        home = self.args.output_dir
-        self.args.output_dir = os.path.join(home, ".saving")
+        home, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        self._draft = ".saving"
+        draft = Path(self._get_output_dir(trial))
         try:
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                name = f"checkpoint-{self.state.global_step}"
-                shutil.rmtree(os.path.join(home, name), ignore_errors=True)  # the one a damaged resume left behind
-                os.replace(os.path.join(self.args.output_dir, name), os.path.join(home, name))
+                shutil.rmtree(home / name, ignore_errors=True)
+                os.replace(draft / name, home / name)
+                if self.args.save_total_limit:
+                    drop_oldest(home, keep=self.args.save_total_limit)
         finally:
+            self._draft = ""
             if self.args.should_save:
-                shutil.rmtree(self.args.output_dir, ignore_errors=True)
-            self.args.output_dir = home
-        if self.args.should_save and self.args.save_total_limit:
-            drop_oldest(Path(home), keep=self.args.save_total_limit)
+                shutil.rmtree(draft, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
+    def _get_output_dir(self, trial: Any) -> str:
+        return os.path.join(super()._get_output_dir(trial), self._draft)
 
-def _hidden(model: nn.Module, decoder: nn.Module, tokens: Batch) -> Tensor:
+
+def _hidden(model: Any, decoder: Any, tokens: Batch) -> Tensor:
     """(B, T, E) last hidden states of a causal LM that may be wrapped (DDP, DeepSpeed), without its T x V logits.
 
     The wrapper must run the whole model, so the states are taken on their way to the head, which sees one position.

@@ -1,7 +1,9 @@
-"""Artificial Hippocampus Networks (arXiv 2510.07318): a delta-rule matrix per query head, added before the output projection.
+"""Artificial Hippocampus Networks (arXiv 2510.07318): a delta-rule matrix per query head, added before the output
+projection.
 
-Names, shapes and initial values are those of the published checkpoints. Where the paper and the code that made them differ, the
-code is followed: queries and keys have unit length, the read is scaled by ``d**-0.5`` and normalised, the output gate is a silu.
+Names, shapes and initial values are those of the published checkpoints. Where the paper and the code that made them
+differ, the code is followed: queries and keys have unit length, the read is scaled by ``d**-0.5`` and normalised, the
+output gate is a silu.
 """
 
 import math
@@ -70,7 +72,9 @@ class DeltaNet(MatrixMemory):
         # no writing strength, and a log decay of 0
         return gates * valid.unsqueeze(-1)
 
-    def read(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def read(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         gates = gates.transpose(1, 2)  # (B, G, m)
         beta, log_decay = gates[:, : self.heads], gates[:, self.heads :]
         groups = self.heads // self.kv_heads
@@ -85,7 +89,7 @@ class DeltaNet(MatrixMemory):
 
 
 class GatedDeltaNet(DeltaNet):
-    """AHN-GDN (section 3.2, eq. 5 and 6): the delta rule with a decay per head and token. Write gates: ``beta``, log decay."""
+    """AHN-GDN (section 3.2, eq. 5 and 6): a decay per head and token besides; write gates ``beta`` and log decay."""
 
     kind = "ahn-gdn"
 

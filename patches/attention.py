@@ -1,7 +1,7 @@
 """The attention of a patched layer: the base's own while nothing was evicted, the memory's afterwards.
 
-Follow a token here: projected and rotated, it enters the window; W tokens later it leaves it and ``Memory.attend`` writes it to the
-state (or, if it is a sink, keeps it); from then on queries read it there.
+Follow a token here: projected and rotated, it enters the window; W tokens later it leaves it and ``Memory.attend``
+writes it to the state (or, if it is a sink, keeps it); from then on queries read it there.
 """
 
 from dataclasses import dataclass
@@ -34,13 +34,17 @@ class MemoryPass:
     evicting: bool
 
 
-class MemoryAttention:
-    """Mixin in front of a family's attention class. Its parameters keep their names; ``memory`` is added beside them."""
+# what the mixin stands in front of: a family's attention, known to the type checker as anything
+Host: Any = object
+
+
+class MemoryAttention(Host):
+    """Mixin in front of a family's attention class: parameters keep their names, ``memory`` comes beside them."""
 
     memory: Memory
 
     def rotated_heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``(B, H, n, D)``, keys and values ``(B, H_kv, n, D)`` of ``x`` (B, n, E), rotated at their positions."""
+        """Queries ``(B, H, n, D)``, keys and values ``(B, H_kv, n, D)`` of ``x`` (B, n, E); the first two rotated."""
         shape = (*x.shape[:-1], -1, self.head_dim)
         q, k = self.normalised(self.q_proj(x).view(shape), self.k_proj(x).view(shape))
         q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
@@ -60,17 +64,7 @@ class MemoryAttention:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As the family's attention; ``memory_pass`` is None with the memory off."""
-        memory, layer, gates = self.memory, None, None
-        if memory_pass is not None:
-            if past_key_values is not None:
-                layer = adopt(past_key_values, self.layer_idx, memory.kind, memory.window, memory.sinks)
-            if layer is not None or memory_pass.evicting:
-                with torch.autocast(hidden_states.device.type, enabled=False):
-                    gates = memory.write_gates(hidden_states)
-        if memory_pass is None or not memory_pass.evicting:
-            if layer is not None:
-                layer.append_gates(gates)
-                layer.padded = memory_pass.pad is not None
+        if memory_pass is None:
             return super().forward(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -78,11 +72,22 @@ class MemoryAttention:
                 past_key_values=past_key_values,
                 **kwargs,
             )
+        memory, layer, gates = self.memory, None, None
+        if past_key_values is not None:
+            layer = adopt(past_key_values, self.layer_idx, memory.kind, memory.window, memory.sinks)
+            layer.padded = memory_pass.pad is not None
+        if layer is not None or memory_pass.evicting:
+            with torch.autocast(hidden_states.device.type, enabled=False):
+                gates = memory.write_gates(hidden_states)
+        if not memory_pass.evicting:
+            if layer is not None:
+                layer.append_gates(gates)
+            return self.forward(hidden_states, position_embeddings, attention_mask, past_key_values, None, **kwargs)
 
         q, k, v = self.rotated_heads(hidden_states, position_embeddings)
-        offloading = layer is not None and past_key_values.offloading
-        if offloading:
-            layer.prefetch()
+        offloaded = layer if layer is not None and getattr(past_key_values, "offloading", False) else None
+        if offloaded is not None:
+            offloaded.prefetch()
         step = Step(
             x=hidden_states,
             q=q,
@@ -98,9 +103,7 @@ class MemoryAttention:
             dropout=self.attention_dropout if self.training else 0.0,
         )
         heads, added = memory.attend(step)
-        if layer is not None:
-            layer.padded = memory_pass.pad is not None
-        if offloading:
-            layer.offload()
+        if offloaded is not None:
+            offloaded.offload()
         out = self.o_proj(heads.flatten(2))
         return (out if added is None else out + added), None

@@ -1,8 +1,8 @@
 """The cache of one layer: first everything, then sinks, the last W tokens and the memory's state.
 
-While nothing was evicted the layer is a plain growing cache and the base's own attention reads it. At the first eviction it turns
-into one buffer of S + W slots, ``[sinks | ring]``: token ``t`` of the ring lies at ``S + t % W``, so that in decoding the slot to
-write is the slot of the token that is evicted, and attention reads the buffer as it is.
+While nothing was evicted the layer is a plain growing cache and the base's own attention reads it. At the first
+eviction it turns into one buffer of S + W slots, ``[sinks | ring]``: token ``t`` of the ring lies at ``S + t % W``, so
+that in decoding the slot to write is the slot of the token that is evicted, and attention reads the buffer as it is.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ class MemoryCacheLayer(DynamicLayer):
 
     Attributes:
         keys, values: ``(B, H_kv, seen, D)`` while nothing was evicted, ``(B, H_kv, S + W, D)`` afterwards.
-        gates: write gates beside them, ``(B, seen, G)`` or ``(B, W, G)``: a token's input is gone by the time it is evicted.
+        gates: write gates beside them, ``(B, seen, G)`` or ``(B, W, G)``: a token's input is gone by the time it is
+            evicted.
         state: the memory's tensors by name; empty until something was written.
         seen: tokens this layer has been given, padding included.
         evicting: whether the buffer has turned into sinks + ring.
@@ -46,6 +47,10 @@ class MemoryCacheLayer(DynamicLayer):
 
     is_memory_layer = True
     is_compileable = False
+    keys: Any  # tensors that are there once the first token is
+    values: Any
+    gates: Any
+    is_initialized: bool
 
     def __init__(self, kind: str, window: int, sinks: int):
         super().__init__()
@@ -53,13 +58,13 @@ class MemoryCacheLayer(DynamicLayer):
         self._clear()
 
     def _clear(self) -> None:
-        self.gates: Tensor | None = None
+        self.gates = None
         self.state: dict[str, Tensor] = {}
         self.seen = 0
         self.evicting = False
         self.padded = False
 
-    # -- while nothing was evicted ------------------------------------------------------------------------------------------
+    # ---- while nothing was evicted ----
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, as a plain cache does; the base's attention calls this."""
@@ -73,19 +78,23 @@ class MemoryCacheLayer(DynamicLayer):
         if gates is not None:
             self.gates = gates if self.gates is None else torch.cat([self.gates, gates], 1)
 
-    # -- once tokens are evicted --------------------------------------------------------------------------------------------
+    # ---- once tokens are evicted ----
 
     def stream(self, k: Tensor, v: Tensor, gates: Tensor | None, pad: Tensor | None) -> Stream:
         """Lay out the W slots before this call, its ``n`` new tokens and the sinks. Shapes as in :class:`Stream`."""
         if not self.evicting:
-            return plain_stream(self, k, v, gates, pad)
+            if self.seen:
+                k, v = torch.cat([self.keys, k], 2), torch.cat([self.values, v], 2)
+                gates = None if gates is None else torch.cat([self.gates, gates], 1)
+            return plain_stream(k, v, gates, pad, seen=self.seen, window=self.window, sinks=self.sinks)
         keys, values = self.keys[:, :, self.sinks :], self.values[:, :, self.sinks :]
         order = torch.arange(self.seen, self.seen + self.window, device=k.device) % self.window
         all_k, all_v = torch.cat([keys[:, :, order], k], 2), torch.cat([values[:, :, order], v], 2)
         all_gates = None if gates is None else torch.cat([self.gates[:, order], gates], 1)
         sink_k, sink_v = self.keys[:, :, : self.sinks], self.values[:, :, : self.sinks]
         if pad is not None and self.sinks:  # a row with much padding may have sinks that are still in the window
-            slot = pad[:, None] + torch.arange(self.sinks, device=k.device) - (self.seen - self.window)  # index in the stream
+            first = self.seen - self.window  # slot of the stream's first token
+            slot = pad[:, None] + torch.arange(self.sinks, device=k.device) - first
             arrived = (slot < 0)[:, None, :, None]
             sink_k = torch.where(arrived, sink_k, _take(all_k, slot))
             sink_v = torch.where(arrived, sink_v, _take(all_v, slot))
@@ -104,7 +113,7 @@ class MemoryCacheLayer(DynamicLayer):
         self.evicting = True
 
     def push(self, k: Tensor, v: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Put one token in the place of the one it evicts, and return the evicted key, value ``(B, H_kv, 1, D)`` and gates."""
+        """Put one token in the place of the one it evicts; return that key, value ``(B, H_kv, 1, D)`` and gates."""
         place = self.seen % self.window
         row = self.sinks + place
         evicted = self.keys[:, :, row : row + 1].clone(), self.values[:, :, row : row + 1].clone()
@@ -116,7 +125,7 @@ class MemoryCacheLayer(DynamicLayer):
         self.seen += 1
         return *evicted, old_gates
 
-    # -- what a transformers cache must answer ------------------------------------------------------------------------------
+    # ---- what a transformers cache must answer ----
 
     def get_seq_length(self, *args: Any) -> int:
         """Tokens seen, not rows kept: positions and ``generate`` count from it."""
@@ -128,7 +137,7 @@ class MemoryCacheLayer(DynamicLayer):
         return self.seen + new, 0
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
+    def is_croppable(self) -> bool:
         return not self.evicting
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -136,7 +145,9 @@ class MemoryCacheLayer(DynamicLayer):
         if tokens_to_remove == 0:
             return
         if self.evicting:
-            raise RetrofitError("this cache has evicted tokens into its memory and cannot be cropped: start a new cache")
+            raise RetrofitError(
+                "this cache has evicted tokens into its memory and cannot be cropped: start a new cache"
+            )
         before = self.seen
         super().crop(tokens_to_remove)
         self.seen = self.keys.shape[-2] if self.keys is not None else 0
@@ -176,26 +187,20 @@ class MemoryCacheLayer(DynamicLayer):
 
 
 def plain_stream(
-    layer: MemoryCacheLayer | None, k: Tensor, v: Tensor, gates: Tensor | None, pad: Tensor | None, window: int = 0, sinks: int = 0
+    k: Tensor, v: Tensor, gates: Tensor | None, pad: Tensor | None, *, seen: int, window: int, sinks: int
 ) -> Stream:
-    """The :class:`Stream` of tokens that no eviction has touched yet: a plain cache (or none, ``layer=None``) and ``n`` new ones."""
-    seen = 0
-    if layer is not None:
-        window, sinks, seen = layer.window, layer.sinks, layer.seen
-    if seen:
-        k, v = torch.cat([layer.keys, k], 2), torch.cat([layer.values, v], 2)
-        gates = None if gates is None else torch.cat([layer.gates, gates], 1)
+    """The :class:`Stream` of tokens before any eviction: all of them, ``seen`` cached ones first, are given."""
     if pad is None:
         sink_k, sink_v = k[:, :, :sinks], v[:, :, :sinks]
     else:
         slot = pad[:, None] + torch.arange(sinks, device=k.device)
         sink_k, sink_v = _take(k, slot), _take(v, slot)
-    if seen >= window:
-        k, v = k[:, :, seen - window :], v[:, :, seen - window :]
-        gates = None if gates is None else gates[:, seen - window :]
+    first = seen - window
+    if first >= 0:
+        k, v, gates = k[:, :, first:], v[:, :, first:], None if gates is None else gates[:, first:]
     else:
-        k, v = (torch.nn.functional.pad(x, (0, 0, window - seen, 0)) for x in (k, v))
-        gates = None if gates is None else torch.nn.functional.pad(gates, (0, 0, window - seen, 0))
+        k, v = torch.nn.functional.pad(k, (0, 0, -first, 0)), torch.nn.functional.pad(v, (0, 0, -first, 0))
+        gates = None if gates is None else torch.nn.functional.pad(gates, (0, 0, -first, 0))
     return Stream(k, v, gates, sink_k, sink_v)
 
 
@@ -209,8 +214,8 @@ def adopt(cache: Cache, index: int, kind: str, window: int, sinks: int) -> Memor
     """Make layer ``index`` of a transformers cache ours, if it is still empty, and return it.
 
     Raises:
-        RetrofitError: the layer holds tokens that were cached without the memory or under another window, or is of a class that
-            cannot be replaced (static, quantised, ...).
+        RetrofitError: the layer holds tokens that were cached without the memory or under another window, or is of a
+            class that cannot be replaced (static, quantised, ...).
     """
     replicate = getattr(cache, "layer_class_to_replicate", None)
     while len(cache.layers) <= index and replicate is not None:
@@ -221,16 +226,19 @@ def adopt(cache: Cache, index: int, kind: str, window: int, sinks: int) -> Memor
             return layer
         if layer.seen:
             raise RetrofitError(
-                f"this cache was filled by a {layer.kind!r} memory with window={layer.window}, sinks={layer.sinks}, the model now "
-                f"has {kind!r} with window={window}, sinks={sinks}: start a new cache, or set the window back"
+                f"this cache was filled by a {layer.kind!r} memory with window={layer.window}, sinks={layer.sinks}, "
+                f"the model now has {kind!r} with window={window}, sinks={sinks}: start a new cache, or set the "
+                "window back"
             )
     elif type(layer).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
         raise RetrofitError(
-            f"a cache of {type(layer).__name__} cannot hold this model's memory: pass past_key_values=DynamicCache() or none, "
-            "and leave cache_implementation unset"
+            f"a cache of {type(layer).__name__} cannot hold this model's memory: pass past_key_values=DynamicCache() "
+            "or none, and leave cache_implementation unset"
         )
     elif layer.get_seq_length():
-        raise RetrofitError("this cache was filled with the memory off: start a new cache, or continue it inside memory_off()")
+        raise RetrofitError(
+            "this cache was filled with the memory off: start a new cache, or continue it inside memory_off()"
+        )
     ours = MemoryCacheLayer(kind, window, sinks)
     cache.layers[index] = ours
     return ours

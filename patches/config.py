@@ -22,8 +22,9 @@ class MemoryConfig:
         options: the memory's own options; unknown names are refused by its ``Options`` class.
         base: name (or path) of the base checkpoint, for the adapter and the model card.
         base_revision: commit of the base on the Hub, if known.
-        rotary_dtype: dtype that the base's rotary frequencies were rounded to, if it was cast as a whole with ``.to(dtype)`` (which
-            ``from_pretrained`` never does); an export then rounds them likewise and gives the same logits.
+        rotary_dtype: dtype that the base's rotary frequencies were rounded to, if it was cast as a whole with
+            ``.to(dtype)`` (which ``from_pretrained`` never does); an export then rounds them likewise and gives the
+            same logits.
     """
 
     kind: str
@@ -75,7 +76,9 @@ class MemoryConfig:
             return list(range(num_layers))
         for index in self.layers:
             if not isinstance(index, int) or not 0 <= index < num_layers:
-                raise RetrofitError(f"layers={self.layers}: {index!r} is not a layer of this base (0 to {num_layers - 1})")
+                raise RetrofitError(
+                    f"layers={self.layers}: {index!r} is not a layer of this base (0 to {num_layers - 1})"
+                )
         return self.layers
 
 

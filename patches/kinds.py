@@ -22,7 +22,7 @@ def find_kind(name: str) -> type[Memory]:
 
 
 def build_memory(config: Any, memory: MemoryConfig, kind: str) -> Memory:
-    """A memory of ``kind`` for one layer of a model with the transformers configuration ``config``; parameters not yet set."""
+    """A memory of ``kind`` for one layer of a model with transformers configuration ``config``, not yet initialised."""
     options = memory.options if kind == memory.kind else {}
     cls = find_kind(kind)
     return cls(config, memory.window, memory.sinks, cls.read_options(options))

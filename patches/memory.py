@@ -1,7 +1,8 @@
 """What a memory is: the interface every kind fills in, and the sinks + window that most of them stand on.
 
-The attention hands a :class:`Step` to ``Memory.attend`` once something must be evicted, and gets back what goes into the output
-projection. Everything a kind does differently (what it keeps, how it is read, where it joins) is inside that one call.
+The attention hands a :class:`Step` to ``Memory.attend`` once something must be evicted, and gets back what goes into
+the output projection. Everything a kind does differently (what it keeps, how it is read, where it joins) is inside
+that one call.
 """
 
 from dataclasses import dataclass, fields
@@ -98,11 +99,11 @@ class Memory(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Initialise every parameter, with functions of ``transformers.initialization`` (they leave loaded ones alone)."""
+        """Initialise every parameter by functions of ``transformers.initialization``, which leave loaded ones alone."""
         raise NotImplementedError
 
     def write_gates(self, x: Tensor) -> Tensor | None:
-        """The gates ``(B, n, G)`` with which tokens of input ``x`` (B, n, E) will be written; computed when they arrive."""
+        """Gates ``(B, n, G)`` with which tokens of input ``x`` (B, n, E) will be written; computed when they arrive."""
         raise NotImplementedError
 
     def attend(self, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -136,11 +137,12 @@ class WindowOnly(Memory):
             local = decode_attention(step.q, layer.keys, layer.values, scale=step.scale, dropout=step.dropout)
             return self.recall(step, local, 0, k, v, gates)
         if layer is None:
-            stream = plain_stream(None, step.k, step.v, step.gates, step.pad, self.window, self.sinks)
+            stream = plain_stream(step.k, step.v, step.gates, step.pad, seen=0, window=self.window, sinks=self.sinks)
         else:
             stream = layer.stream(step.k, step.v, step.gates, step.pad)
         local = self._look(step, stream)
-        # the query that evicts the first token that is not a sink; before it nothing is written, and nothing may be read
+        # the query that evicts the first token that is not a sink; before it nothing is written, and nothing may be
+        # read
         first = max(self.capacity + step.min_pad - step.seen, 0)
         k, v = stream.k[:, :, first:n], stream.v[:, :, first:n]
         gates = None if stream.gates is None else stream.gates[:, first:n]
@@ -165,9 +167,13 @@ class WindowOnly(Memory):
         )
 
     def _one_more(self, step: Step, layer: MemoryCacheLayer) -> bool:
-        """Whether this is plain decoding: one token, the buffer full in every row, and no graph that in-place writes would break."""
+        """Whether this is plain decoding: one token, every row's buffer full, no graph for in-place writes to break."""
         full = layer.evicting and step.seen >= self.capacity + step.max_pad
-        return full and step.x.shape[1] == 1 and not (torch.is_grad_enabled() and layer.keys.requires_grad | step.k.requires_grad)
+        return (
+            full
+            and step.x.shape[1] == 1
+            and not (torch.is_grad_enabled() and layer.keys.requires_grad | step.k.requires_grad)
+        )
 
     def recall(
         self, step: Step, local: Tensor, first: int, k: Tensor, v: Tensor, gates: Tensor | None
@@ -189,11 +195,13 @@ class WindowOnly(Memory):
 
 
 class MatrixMemory(WindowOnly):
-    """A state of one matrix per head, written with evicted tokens and read by a product, added before the output projection."""
+    """One matrix per head, written with evicted tokens, read by a product, added before the output projection."""
 
     trainable = True
 
-    def read(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def read(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Write ``m`` tokens one after the other and read the memory after each.
 
         Args:
@@ -204,7 +212,8 @@ class MatrixMemory(WindowOnly):
             state: the state before, or None.
 
         Returns:
-            What is added to the window's output ``(B, m, H, D)``, exactly zero where nothing was ever written, and the new state.
+            What is added to the window's output ``(B, m, H, D)``, exactly zero where nothing was ever written, and the
+            new state.
         """
         raise NotImplementedError
 
@@ -221,7 +230,9 @@ class MatrixMemory(WindowOnly):
             slot = torch.arange(m, device=k.device) + (step.seen + first - self.window)
             gates = self.silence(gates, slot >= step.pad[:, None] + self.sinks)
         state = step.layer.state.get("matrix") if step.layer is not None else None
-        with torch.autocast(k.device.type, enabled=False):  # the state and its decay stay in float32 under mixed precision too
+        with torch.autocast(
+            k.device.type, enabled=False
+        ):  # the state and its decay stay in float32 under mixed precision too
             read, state = self.read(step.x[:, first:], step.q[:, :, first:], k, v, gates, state)
         if step.layer is not None:
             step.layer.state["matrix"] = state

@@ -1,9 +1,9 @@
-"""The model and causal-LM mixins: they build the memory, decide per call whether a token is evicted, and refuse what cannot work."""
+"""The model and causal-LM mixins: build the memory, see per call whether a token is evicted, refuse what cannot be."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,28 @@ from .errors import RetrofitError
 from .kinds import build_memory
 from .memory import Memory
 
+# what the mixins stand in front of: a family's class, known to the type checker as any pretrained model
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as Host
+else:
+    Host = object
 
-class MemoryPreTrained:
+
+class MemoryPreTrained(Host):
     """What every PreTrainedModel of the tree needs: transformers asks the nearest one how to initialise and to cast."""
 
     _keep_in_fp32_modules_strict = ["memory"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
         if getattr(module, "is_retrofit_memory", False):
-            module.reset_parameters()
+            module.reset_parameters()  # type: ignore[operator]
             return
         super()._init_weights(module)
         rounded = (self.config.memory or {}).get("rotary_dtype")
         if rounded and hasattr(module, "inv_freq"):
-            frequencies = module.inv_freq.to(getattr(torch, rounded)).to(module.inv_freq.dtype)
-            init.copy_(module.inv_freq, frequencies)
-            init.copy_(module.original_inv_freq, frequencies)
+            for frequencies in (module.inv_freq, module.original_inv_freq):
+                assert isinstance(frequencies, Tensor)
+                init.copy_(frequencies, frequencies.to(getattr(torch, rounded)).to(frequencies.dtype))
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """As in transformers, with the code that runs it beside the weights; all three Auto classes find it."""
@@ -56,14 +62,17 @@ class MemoryModel(MemoryPreTrained):
         super().__init__(config)
         self.memory_enabled = True
         if config.memory is None:
-            raise RetrofitError("this configuration has no memory: make the model with retrofit.patch(base, memory=..., window=...)")
+            raise RetrofitError(
+                "this configuration has no memory: make the model with retrofit.patch(base, memory=..., window=...)"
+            )
         memory = MemoryConfig.from_dict(config.memory)
         check_base(config, memory.window, memory.sinks)
         patched = memory.patched_layers(config.num_hidden_layers)
         for index, layer in enumerate(self.layers):
             if index in patched or memory.others == "window":
                 attention = layer.self_attn
-                # safe on attention modules, which hold no registry of their own; PreTrainedModels must be built as what they are
+                # safe on attention modules, which hold no registry of their own; PreTrainedModels must be built as
+                # what they are
                 attention.__class__ = self.attention_class
                 attention.memory = build_memory(config, memory, memory.kind if index in patched else "none")
         self.post_init()
@@ -105,14 +114,16 @@ class MemoryModel(MemoryPreTrained):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the family's model. Beyond S + W tokens the T x T mask is not built unless a layer with full attention needs it."""
+        """As the family's model; beyond S + W tokens no T x T mask is built, unless a full-attention layer needs it."""
         memory_pass = None
         memories = self.memories()
+        tokens = input_ids if input_ids is not None else inputs_embeds
         if not self.memory_enabled:
             if any(getattr(layer, "is_memory_layer", False) and layer.seen for layer in _cache_layers(past_key_values)):
-                raise RetrofitError("this cache was filled with the memory on and cannot be continued with it off: start a new cache")
-        elif memories:
-            tokens = input_ids if input_ids is not None else inputs_embeds
+                raise RetrofitError(
+                    "this cache was filled with the memory on and cannot be continued with it off: start a new cache"
+                )
+        elif memories and tokens is not None:
             memory_pass = self._plan(tokens, attention_mask, position_ids, past_key_values, memories, kwargs)
             if memory_pass.evicting and len(memories) == len(self.layers):
                 # a 4D mask is passed through as it is: this one stands for "none needed"
@@ -145,15 +156,21 @@ class MemoryModel(MemoryPreTrained):
                 layer = adopt(cache, index, memory.kind, memory.window, memory.sinks)
             seen, padded_before = layer.seen, layer.padded
         if "cu_seq_lens_q" in kwargs or _is_packed(position_ids):
-            raise RetrofitError("packed sequences cannot be separated in a memory: give one sequence per row, padded on the left")
+            raise RetrofitError(
+                "packed sequences cannot be separated in a memory: give one sequence per row, padded on the left"
+            )
         capacity = min(memory.capacity for memory in memories.values())
         pad, min_pad, max_pad = None, 0, 0
         if isinstance(mask, Tensor) and mask.dim() == 2:
             pad = left_padding(mask, seen, new)
         elif mask is not None and seen + new > capacity:
-            raise RetrofitError("a memory needs the plain 2D attention mask (batch, tokens), not one that says who sees whom")
+            raise RetrofitError(
+                "a memory needs the plain 2D attention mask (batch, tokens), not one that says who sees whom"
+            )
         elif padded_before:
-            raise RetrofitError("this cache holds left-padded rows: pass their attention_mask, all tokens seen so far included")
+            raise RetrofitError(
+                "this cache holds left-padded rows: pass their attention_mask, all tokens seen so far included"
+            )
         if pad is not None:
             min_pad, max_pad = (int(x) for x in pad.aminmax())
         return MemoryPass(seen, pad, min_pad, max_pad, evicting=seen + new - min_pad > capacity)
@@ -168,7 +185,9 @@ class MemoryCausalLM(MemoryPreTrained):
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; tensor parallelism is refused, since a memory is not split by heads."""
         if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
-            raise RetrofitError("tensor parallelism would split the heads but not the memory: load the model without tp_plan")
+            raise RetrofitError(
+                "tensor parallelism would split the heads but not the memory: load the model without tp_plan"
+            )
         return super().from_pretrained(*args, **kwargs)
 
     def memory_off(self) -> Any:
@@ -195,7 +214,9 @@ class MemoryCausalLM(MemoryPreTrained):
         return super().generate(*args, **kwargs)
 
     def _refuse_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        raise RetrofitError("continuous batching keeps a paged cache of its own, which cannot hold a memory: use generate()")
+        raise RetrofitError(
+            "continuous batching keeps a paged cache of its own, which cannot hold a memory: use generate()"
+        )
 
     generate_batch = _refuse_continuous_batching
     init_continuous_batching = _refuse_continuous_batching
@@ -203,7 +224,7 @@ class MemoryCausalLM(MemoryPreTrained):
 
 
 def left_padding(mask: Tensor, seen: int, new: int) -> Tensor | None:
-    """Number of padding tokens on the left of each row, from a 2D mask over all ``seen + new`` tokens; None if no row has any.
+    """Padding tokens on the left of each row, from a 2D mask over all ``seen + new`` tokens; None if no row has any.
 
     Padding on the right of the new tokens is harmless (nothing later reads it) and is allowed.
 
@@ -213,7 +234,8 @@ def left_padding(mask: Tensor, seen: int, new: int) -> Tensor | None:
     total = seen + new
     if mask.shape[1] != total:
         raise RetrofitError(
-            f"attention_mask is {mask.shape[1]} long, but {seen} cached and {new} new tokens need {total}: cover all tokens seen so far"
+            f"attention_mask is {mask.shape[1]} long, but {seen} cached and {new} new tokens need {total}: cover all "
+            "tokens seen so far"
         )
     real = mask.bool()
     if bool(real.all()):
@@ -226,7 +248,8 @@ def left_padding(mask: Tensor, seen: int, new: int) -> Tensor | None:
     resumed = (ended.cumsum(1) > 0) & real
     if bool((resumed | (ended & ~allowed)).any()):
         raise RetrofitError(
-            "attention_mask has a hole (masked tokens after real ones, as in a right-padded cache that is continued): pad on the left"
+            "attention_mask has a hole (masked tokens after real ones, as when a right-padded cache is continued): "
+            "pad on the left"
         )
     return pad if bool((pad > 0).any()) else None
 
@@ -234,8 +257,8 @@ def left_padding(mask: Tensor, seen: int, new: int) -> Tensor | None:
 def name_every_file(folder: Path, family: str) -> None:
     """Let an exported family file import each file beside it.
 
-    Loading from a folder, the first releases of transformers 5 copy only the files which that one names itself, not the files that
-    those need in turn.
+    Loading from a folder, the first releases of transformers 5 copy only the files which that one names itself, not
+    the files that those need in turn.
     """
     entry = folder / f"{family}.py"
     text = entry.read_text(encoding="utf-8")
@@ -243,7 +266,9 @@ def name_every_file(folder: Path, family: str) -> None:
     missing = [name for name in names if f"from .{name} " + "import" not in text]
     if missing:
         lines = "".join(f"from .{name} " + f"import __name__ as _{name}  # noqa\n" for name in missing)
-        entry.write_text(f"{text}\n# older transformers copy only the files that this one names\n{lines}", encoding="utf-8")
+        entry.write_text(
+            f"{text}\n# older transformers copy only the files that this one names\n{lines}", encoding="utf-8"
+        )
 
 
 def _is_packed(position_ids: Tensor | None) -> bool:
@@ -251,7 +276,8 @@ def _is_packed(position_ids: Tensor | None) -> bool:
     if position_ids is None or position_ids.shape[-1] < 2:
         return False
     steps = position_ids[..., 1:] - position_ids[..., :-1]
-    # padding may repeat a position on its left edge (0 0 0 1 2, 1 1 1 0 1 2): a reset counts only after positions have grown
+    # padding may repeat a position on its left edge (0 0 0 1 2, 1 1 1 0 1 2): a reset counts only after positions have
+    # grown
     return bool(((steps < 0) & ((steps > 0).cumsum(-1) > 0)).any())
 
 

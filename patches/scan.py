@@ -1,6 +1,7 @@
 """The recurrences that matrix memories share: the readable form, and the chunked form that is used.
 
-All tensors are ``(B, H, T, D)``, gates are ``(B, H, T)``, a state is ``(B, H, D_k, D_v)`` and stays in float32 or better.
+All tensors are ``(B, H, T, D)``, gates are ``(B, H, T)``, a state is ``(B, H, D_k, D_v)`` and stays in float32 or
+better.
 """
 
 import torch
@@ -20,7 +21,7 @@ def gated_delta_rule(
     state: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule by whichever form is faster for this length. Same contract as :func:`gated_delta_rule_steps`."""
+    """The gated delta rule in whichever form is faster for this length; arguments as :func:`gated_delta_rule_steps`."""
     form = gated_delta_rule_steps if q.shape[2] <= STEPWISE else gated_delta_rule_chunks
     return form(q, k, v, beta, log_decay, state, scale)
 
@@ -77,9 +78,9 @@ def gated_delta_rule_chunks(
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule in chunks: the same numbers as :func:`gated_delta_rule_steps`, in matrix products.
 
-    Inside a chunk the corrections solve a unit triangular system (the WY form of DeltaNet, arXiv 2406.06484, with the decays of
-    Gated DeltaNet, arXiv 2412.06464), so that what the chunk writes is ``values - keys S`` with ``values`` and ``keys`` known
-    beforehand for all chunks; two small products per chunk carry the state from one to the next.
+    Inside a chunk the corrections solve a unit triangular system (the WY form of DeltaNet, arXiv 2406.06484, with the
+    decays of Gated DeltaNet, arXiv 2412.06464), so that what the chunk writes is ``values - keys S`` with ``values``
+    and ``keys`` known beforehand for all chunks; two small products per chunk carry the state from one to the next.
     """
     B, H, T, D = q.shape
     if state is None:
@@ -110,7 +111,9 @@ def gated_delta_rule_chunks(
     values, keys = (solve @ (torch.cat([v, k * since], -1) * beta.unsqueeze(-1))).split([v.shape[-1], D], -1)
 
     at_end = total[..., -1:]
-    keys_end = keys_down * (at_end - total).exp().unsqueeze(-2)  # (.., D_k, C): what is left of each key when the chunk ends
+    keys_end = keys_down * (at_end - total).exp().unsqueeze(
+        -2
+    )  # (.., D_k, C): what is left of each key when the chunk ends
     readers = torch.cat([-keys, q * since], -2)  # (.., 2 C, D_k): both products with the state that a chunk starts from
     state = state.flatten(0, 1)
     from_before, written = [], []

@@ -23,13 +23,13 @@ def window_attention(
 ) -> Tensor:
     """Softmax attention of each query over its window and the sinks that have left it.
 
-    A *slot* is a place in the padded sequence. Query ``t`` sees slot ``j`` of the window iff ``0 <= t - j < W``, and sink ``i``
-    (slot ``pad + i``) iff that slot is no longer in the window. Padding is seen by nobody but itself.
+    A *slot* is a place in the padded sequence. Query ``t`` sees slot ``j`` of the window iff ``0 <= t - j < W``, and
+    sink ``i`` (slot ``pad + i``) iff that slot is no longer in the window. Padding is seen by nobody but itself.
 
     Args:
         q: queries of the slots ``start .. start + n - 1``, ``(B, H, n, D)``.
-        k, v: keys and values of the slots ``start - W .. start + n - 1``, ``(B, H_kv, W + n, D)``; what lies before slot 0 may
-            hold any finite number.
+        k, v: keys and values of the slots ``start - W .. start + n - 1``, ``(B, H_kv, W + n, D)``; what lies before
+            slot 0 may hold any finite number.
         sink_k, sink_v: the sinks of each row ``(B, H_kv, S, D)``.
         window: W.
         start: slot of the first query.
@@ -92,7 +92,7 @@ def window_attention(
 
 
 def _mask(first: int, count: int, start: int, window: int, sinks: int, pad: Tensor | None, like: Tensor) -> Tensor:
-    """Who sees whom for ``count`` queries from index ``first``: ``(B or 1, 1, count, S + W + count)``, True where seen."""
+    """Who sees whom for ``count`` queries from index ``first``: ``(B or 1, 1, count, S + W + count)``, True if seen."""
     device = like.device
     t = torch.arange(start + first, start + first + count, device=device)[:, None]  # (n, 1)
     j = torch.arange(start + first - window, start + first + count, device=device)  # (W + n)
@@ -105,7 +105,7 @@ def _mask(first: int, count: int, start: int, window: int, sinks: int, pad: Tens
 
 
 def _band(count: int, window: int, sinks: int, device: torch.device) -> Tensor:
-    """The mask of a block well inside the sequence, ``(1, 1, 1, count, S + W + count)``: all sinks, and W tokens each."""
+    """The mask of a block well inside the sequence, ``(1, 1, 1, count, S + W + count)``: all sinks, W tokens each."""
     row = torch.arange(count, device=device)[:, None]
     column = torch.arange(window + count, device=device)
     near = (column > row) & (column <= row + window)
@@ -121,7 +121,8 @@ def _gather(sinks: Tensor, stream: Tensor, blocks: int, block: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
-    """``q`` (B, H, n, D) on ``k``, ``v`` (B, H_kv, m, D) -> (B, n, H, D); key heads are shared by stride, never repeated.
+    """``q`` (B, H, n, D) on ``k``, ``v`` (B, H_kv, m, D) -> (B, n, H, D); key heads are shared by stride, never
+    repeated.
 
     ``mask`` broadcasts against ``(B, H_kv, groups, n, m)``.
     """
@@ -135,5 +136,5 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """Every query sees every key: one token on a full cache. ``q`` (B, H, n, D), ``k``, ``v`` (B, H_kv, m, D) -> (B, n, H, D)."""
+    """One token on a full cache, no mask: ``q`` (B, H, n, D), ``k``, ``v`` (B, H_kv, m, D) -> (B, n, H, D)."""
     return _attend(q, k, v, None, scale, dropout)

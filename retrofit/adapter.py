@@ -1,4 +1,4 @@
-"""Adapters: the memory's weights and configuration without the base, in PEFT's file layout but read and written without it."""
+"""Adapters: the memory's weights and configuration without the base, in PEFT's file layout but without needing PEFT."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,8 @@ def load_adapter(
     """Patch ``base`` with the memory saved at ``path`` (folder or Hub id), its window and sinks included.
 
     Args:
-        base: the model the adapter was made for, loaded or by path or id; its storage is shared, as in :func:`retrofit.patch`.
+        base: the model the adapter was made for, loaded or by path or id; its storage is shared, as in
+            :func:`retrofit.patch`.
         path: folder written by :func:`save_adapter`, or the Hub id of one.
         revision: branch, tag or commit on the Hub.
         check_base: refuse a base other than the adapter's own (a fine-tune of it included).
@@ -107,7 +108,9 @@ def load_adapter(
     return model
 
 
-def push_adapter(model: Any, repo_id: str, *, private: bool | None = None, token: str | None = None, details: str = "") -> str:
+def push_adapter(
+    model: Any, repo_id: str, *, private: bool | None = None, token: str | None = None, details: str = ""
+) -> str:
     """Upload the adapter to the Hub repository ``repo_id`` (made if need be) and return its address.
 
     Raises:
@@ -120,7 +123,9 @@ def push_adapter(model: Any, repo_id: str, *, private: bool | None = None, token
         save_adapter(model, Path(folder) / "adapter", details=details)
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
-            commit = api.upload_folder(repo_id=repo_id, folder_path=Path(folder) / "adapter", commit_message="Upload adapter")
+            commit = api.upload_folder(
+                repo_id=repo_id, folder_path=Path(folder) / "adapter", commit_message="Upload adapter"
+            )
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             raise RetrofitError(f"the Hub did not take {repo_id}: {_first_line(error)}") from None
     return str(commit)
@@ -167,7 +172,9 @@ def load_memory_weights(model: Any, file: str | Path) -> None:
         raise RetrofitError(f"{file} is missing, damaged or cut short: {_first_line(error)}") from None
     for name, tensor in tensors.items():
         if tensor.shape != parameters[name].shape:
-            raise RetrofitError(f"{file}: {name} has shape {tuple(tensor.shape)}, this memory needs {tuple(parameters[name].shape)}")
+            raise RetrofitError(
+                f"{file}: {name} has shape {tuple(tensor.shape)}, this memory needs {tuple(parameters[name].shape)}"
+            )
     with torch.no_grad():
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
@@ -177,11 +184,15 @@ def _fetch(path: str | Path, revision: str | None, token: str | None) -> Path:
     if Path(path).is_dir():
         return Path(path)
     try:
-        return Path(snapshot_download(str(path), revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS, "README.md"]))
+        return Path(
+            snapshot_download(str(path), revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS, "README.md"])
+        )
     except HFValidationError:
         raise RetrofitError(f"there is no folder {str(path)!r}, and it is not a Hub id (user/name) either") from None
     except (HfHubHTTPError, OSError) as error:
-        raise RetrofitError(f"there is no folder {str(path)!r}, and the Hub gave no adapter of that name: {_first_line(error)}") from None
+        raise RetrofitError(
+            f"there is no folder {str(path)!r}, and the Hub gave no adapter of that name: {_first_line(error)}"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:

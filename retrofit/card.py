@@ -46,7 +46,8 @@ def _card(config: Any, relation: str, load: str, details: str) -> str:
         "",
         f"- base: `{base}`{revision}, frozen",
         f"- memory: `{memory['kind']}` on {layers}, options {memory.get('options') or 'default'}",
-        f"- kept exactly: {memory['sinks']} sinks and a window of {memory['window']} tokens; up to that length the model is its base",
+        f"- kept exactly: {memory['sinks']} sinks and a window of {memory['window']} tokens; up to that length the "
+        "model is its base",
         "",
         "## How to load it",
         "",
@@ -54,8 +55,8 @@ def _card(config: Any, relation: str, load: str, details: str) -> str:
         "",
         "## What does not work",
         "",
-        "Assisted decoding, continuous batching, packed sequences, tensor parallelism, static caches, and continuing a right-padded "
-        "cache are refused with a message.",
+        "Assisted decoding, continuous batching, packed sequences, tensor parallelism, static caches, and continuing a "
+        "right-padded cache are refused with a message.",
         "",
     ]
     if details:

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from patches.errors import RetrofitError
 
@@ -44,7 +45,7 @@ def gap_closed(kl: float, window_only: float) -> float:
 
 
 def evaluate(
-    model: nn.Module | Mapping[str, nn.Module],
+    model: Any,
     sequences: Tensor,
     *,
     start: int,
@@ -58,7 +59,7 @@ def evaluate(
     logits exist for a few positions at a time only.
 
     Args:
-        model: a retrofitted model (scored under its memory's kind as name), or ``{name: model}``.
+        model: a retrofitted model (scored under its memory's kind as name), or a mapping ``{name: model}``.
         sequences: (N, T) token ids, without padding.
         start: first position to score. For comparable rows: sinks + window of the narrowest window.
         teacher: score the teacher too, as row ``"teacher"``, and give every model its KL to it.
@@ -71,7 +72,7 @@ def evaluate(
     Raises:
         RetrofitError: no sequence, or none longer than ``start + 1`` tokens.
     """
-    models = dict(model) if isinstance(model, Mapping) else {model.config.memory["kind"]: model}
+    models: dict[str, Any] = dict(model) if isinstance(model, Mapping) else {model.config.memory["kind"]: model}
     if sequences.ndim != 2 or len(sequences) == 0 or not 0 <= start < sequences.shape[1] - 1:
         raise RetrofitError(
             f"cannot score positions from {start} on in sequences of shape {tuple(sequences.shape)}: "
@@ -97,14 +98,14 @@ def evaluate(
     return {name: Scores(nll, kl, correct, start) for name, (nll, kl, correct) in columns.items()}
 
 
-def _hidden(model: nn.Module, ids: Tensor, start: int) -> Tensor:
+def _hidden(model: Any, ids: Tensor, start: int) -> Tensor:
     """(B, T) ids -> (B * P, E) hidden states of the positions from ``start`` to the last that has a next token."""
     return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[:, start:-1].flatten(0, 1)
 
 
-def _score(hidden: dict[str, Tensor], head: nn.Module, targets: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+def _score(hidden: dict[str, Tensor], head: Any, targets: Tensor) -> dict[str, tuple[Tensor, ...]]:
     """(nll, kl, correct), each (B * P,), for every row of ``hidden``; the row ``teacher``, if any, comes first."""
-    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in hidden}
+    parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in hidden}
     chunk = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
     for at in range(0, len(targets), chunk):
         target = targets[at : at + chunk, None]  # (C, 1)
@@ -123,7 +124,7 @@ def _score(hidden: dict[str, Tensor], head: nn.Module, targets: Tensor) -> dict[
 
 
 @contextmanager
-def _evaluating(models: list[nn.Module]) -> Iterator[None]:
+def _evaluating(models: list[Any]) -> Iterator[None]:
     """Every model in eval mode inside the block, as it was after it."""
     were_training = [model.training for model in models]
     for model in models:

@@ -1,4 +1,4 @@
-"""The base families and their patched classes; importing this registers them, so exports load without trusting remote code."""
+"""The base families and their patched classes; importing this registers them, so that exports load without trust."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +47,12 @@ def find_family(config: Any) -> Family:
     name = base_type(config)
     if name not in FAMILIES:
         raise RetrofitError(
-            f"a {name!r} model cannot be retrofitted{nearest(name, FAMILIES)}: the families supported are {', '.join(FAMILIES)}"
+            f"a {name!r} model cannot be retrofitted{nearest(name, FAMILIES)}: the families supported are "
+            + ", ".join(FAMILIES)
         )
     return FAMILIES[name]
 
 
 def is_retrofit(model: Any) -> bool:
-    """Whether ``model`` is a patched causal LM; by attribute, since an export loaded with trust has classes of its own."""
+    """Whether ``model`` is a patched causal LM; by attribute: an export loaded with trust has classes of its own."""
     return hasattr(model, "memory_parameters") and hasattr(model, "memory_off")

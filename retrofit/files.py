@@ -22,7 +22,9 @@ def check_output(path: str | Path, overwrite: bool = False) -> Path:
     if path.exists() and not path.is_dir():
         raise RetrofitError(f"{path} is a file, not a folder: choose another output folder")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise RetrofitError(f"{path} already holds something: choose another folder or pass --overwrite (overwrite=True)")
+        raise RetrofitError(
+            f"{path} already holds something: choose another folder or pass --overwrite (overwrite=True)"
+        )
     return path
 
 

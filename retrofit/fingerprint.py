@@ -1,4 +1,4 @@
-"""A base's fingerprint: enough to tell an adapter that it was made for another model, small enough for its config file."""
+"""A base's fingerprint: enough to tell that an adapter was made for another model, small enough for its config."""
 
 import base64
 from typing import Any

@@ -34,7 +34,8 @@ def load_config(path: str, **kwargs: Any) -> Any:
 
 
 def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
-    """A causal LM of a supported family, base or exported retrofit, from a path or Hub id. Weights come in safetensors only.
+    """A causal LM of a supported family, base or exported retrofit, from a path or Hub id. Weights come in safetensors
+    only.
 
     Args:
         path: a checkpoint folder or a Hub id.
@@ -54,7 +55,9 @@ def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
         raise RetrofitError(_explain(path, error)) from None
     missing = sorted(report["missing_keys"])
     if missing:
-        raise RetrofitError(f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them: it is not a whole checkpoint")
+        raise RetrofitError(
+            f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them: it is not a whole checkpoint"
+        )
     return model
 
 
@@ -73,14 +76,20 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
 
 def _explain(path: str, error: Exception) -> str:
     text = " ".join(str(error).split())
-    if isinstance(error, SafetensorError) or "safetensor" in text.lower() and "header" in text.lower():
+    if isinstance(error, SafetensorError) or ("safetensor" in text.lower() and "header" in text.lower()):
         return f"{path}: a safetensors file is damaged or cut short ({text[:120]}): fetch the checkpoint again"
     if "does not appear to have a file named" in text or "no file named" in text.lower():
         return f"{path} holds no weights in safetensors format: convert them with save_pretrained first"
-    if "is not a local folder and is not a valid model identifier" in text or "Repository Not Found" in text or "404" in text:
+    if (
+        "is not a local folder and is not a valid model identifier" in text
+        or "Repository Not Found" in text
+        or "404" in text
+    ):
         return f"there is no folder {path!r}, and the Hub has no such model (or it is private: set HF_TOKEN)"
     if "couldn't connect" in text or "offline" in text.lower() or "Cannot send a request" in text:
         return f"there is no folder {path!r}, and the Hub cannot be reached to look for it"
     if "does not recognize this architecture" in text or "Unrecognized model" in text:
-        return f"{path} is of a family that cannot be retrofitted: the families supported are qwen2, qwen3, llama, mistral"
+        return (
+            f"{path} is of a family that cannot be retrofitted: the families supported are qwen2, qwen3, llama, mistral"
+        )
     return f"{path} cannot be loaded: {text[:240]}"

@@ -6,12 +6,12 @@ import torch
 
 
 def cache_bytes(past_key_values: Any) -> int:
-    """Bytes held by a transformers cache: keys, values, write gates and memory states of all layers and rows of the batch."""
+    """Bytes held by a transformers cache: keys, values, write gates and memory states, all layers and rows together."""
     return sum(_storage(tensor) for layer in past_key_values.layers for tensor in _tensors(layer))
 
 
 def state_bytes(model: Any) -> int:
-    """Bytes of one layer's memory state for one sequence (the largest, if layers differ), sinks and window not counted."""
+    """Bytes of one layer's memory state for one sequence (of the largest layer); sinks and window not counted."""
     wide = torch.promote_types(model.dtype, torch.float32)
     return max(memory.state_elements() for memory in model.model.memories().values()) * wide.itemsize
 

@@ -30,20 +30,23 @@ def patch(
 ) -> Any:
     """Give a pretrained model a memory.
 
-    The result's parameters share the base's storage; the base itself is left as it is: its classes, its gradient flags, its logits.
+    The result's parameters share the base's storage; the base itself is left as it is: its classes, its gradient
+    flags, its logits.
 
     Args:
-        base: a causal LM of a supported family (or a patched one, whose base is then patched anew), or a checkpoint's path or Hub id.
+        base: a causal LM of a supported family (or a patched one, whose base is then patched anew), or a checkpoint's
+            path or Hub id.
         memory: kind of memory, see ``patches.kinds.KINDS``.
         window: tokens kept exactly, the current one included.
         sinks: first tokens of a sequence, kept exactly for ever.
         layers: indices of the layers that get the memory (default: all).
         others: what the other layers do: ``"full"`` attention, or ``"window"`` (sinks + window without a memory).
-        model_kwargs: for ``from_pretrained`` when ``base`` is a path or id (``dtype``, ``device_map``, ``revision``, ...).
-        **options: the memory's own options.
+        model_kwargs: for ``from_pretrained`` when ``base`` is a path or id (``dtype``, ``device_map``, ``revision``,
+        ...). **options: the memory's own options.
 
     Returns:
-        A ``Retrofit<Family>ForCausalLM`` in evaluation or training mode like its base; only the memory requires gradients.
+        A ``Retrofit<Family>ForCausalLM`` in evaluation or training mode like its base; only the memory requires
+        gradients.
 
     Raises:
         RetrofitError: an unsupported family or base, an unknown memory or option, a value out of range.
@@ -92,8 +95,8 @@ def _origin(base: PreTrainedModel) -> tuple[str | None, str | None]:
     return getattr(base.config, "_name_or_path", None) or None, getattr(base.config, "_commit_hash", None)
 
 
-def _share(base: nn.Module, model: Any) -> None:
-    """Point ``model``'s parameters at ``base``'s storage, frozen; copy its buffers; give every memory fresh parameters beside them."""
+def _share(base: Any, model: Any) -> None:
+    """Point ``model``'s parameters at ``base``'s storage, frozen; copy buffers; give every memory fresh parameters."""
     for path, module in model.named_modules():
         if getattr(module, "is_retrofit_memory", False):
             device = base.get_submodule(path.removesuffix(".memory")).q_proj.weight.device

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -17,13 +18,16 @@ Columns = Mapping[str, tuple[str, str]]
 def print_table(title: str, rows: Sequence[Row], columns: Columns, console: Console | None = None) -> None:
     """Print ``rows`` under ``columns``, ``{key: (header, format)}``: ``{"kl": ("KL to teacher", ".4f")}``.
 
-    A missing, None or NaN value is shown as a dash. Columns of text (format ``""``) are flush left, numbers right.
+    A missing, None or NaN value is shown as a dash. Columns of text (format ``""``) are flush left, others right.
     """
-    table = Table(title=title, title_justify="left")
-    for header, spec in columns.values():
-        table.add_column(header, justify="right" if spec else "left", no_wrap=not spec)
-    for row in rows:
-        table.add_row(*(_cell(row.get(key), spec) for key, (_, spec) in columns.items()))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+    cells = {key: [_cell(row.get(key), spec) for row in rows] for key, (_, spec) in columns.items()}
+    for key, (header, spec) in columns.items():
+        # headers wrap, figures never do: eight columns of figures fit an ordinary terminal
+        width = max(map(len, [*header.split(), *cells[key]]), default=0)
+        table.add_column(header, justify="right" if spec else "left", width=width)
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
     (console or Console()).print(table)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures every test may ask for: tiny random bases of the four families, NaN in fresh memory, the reference folder."""
+"""Fixtures every test may ask for: tiny random bases of the four families, NaN in fresh tensors, reference data."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 # one thread: the tensors are tiny and pytest runs one process per core
@@ -17,9 +18,9 @@ FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")
 
 
 def tiny_base(family: str, *, seed: int = 0, attn_implementation: str = "sdpa", **config: object) -> PreTrainedModel:
-    """A random base in eval mode: 2 layers, 4 query heads on 2 key/value heads of 16, vocabulary 101; ``config`` overrides.
+    """A random base in eval mode: 2 layers, 4 query heads on 2 key/value heads of 16, vocabulary 101.
 
-    Biases are random too (transformers starts them at zero, which would hide a forgotten one).
+    ``config`` overrides these. Biases are random too: transformers starts them at zero, which would hide a lost one.
     """
     defaults: dict[str, object] = {
         "vocab_size": 101,
@@ -66,6 +67,26 @@ def base(family: str) -> PreTrainedModel:
     return tiny_base(family)
 
 
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte: ids 3 to 258; 0 pads, 1 begins, 2 ends."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+@pytest.fixture(scope="session")
+def byte_checkpoint(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A folder with a tiny random Qwen2 and the byte tokenizer, as a user has one. Not to be written to."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny-qwen2"
+    tiny_base("Qwen2", vocab_size=len(byte_tokenizer)).save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def poisoned_empty() -> Iterator[None]:
     """Fill what ``torch.empty`` and its kin return with NaN, so that reading it before writing it shows."""
@@ -77,7 +98,7 @@ def poisoned_empty() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of reference numbers and of the small checkpoint that lies beside the checkout; not part of the product."""
+    """Reference numbers and a small checkpoint in a folder beside the checkout; not part of the product."""
     folder = Path(__file__).resolve().parents[2] / "shared"
     if not folder.is_dir():
         pytest.skip("the reference folder ../shared is not beside this checkout")

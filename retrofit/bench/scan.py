@@ -9,49 +9,50 @@ from torch import Tensor
 
 from patches.errors import RetrofitError
 from patches.scan import gated_delta_rule_chunks, gated_delta_rule_steps
-from retrofit.bench.measure import interleaved, ratios, spread
+from retrofit.bench.timing import interleaved, ratios, spread
 
 FORMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "token loop": gated_delta_rule_steps,
     "chunked": gated_delta_rule_chunks,
 }
 
+COLUMNS = {
+    "name": ("", ""),
+    "pass": ("", ""),
+    "seconds": ("seconds", ".4f"),
+    "seconds_low": ("quartile", ".4f"),
+    "seconds_high": ("quartile", ".4f"),
+}
+
 
 @dataclass(frozen=True)
-class ScanCase:
+class Case:
     """One layer's recurrence: T tokens, H heads, a D x D state per head."""
 
     length: int = 2048
     heads: int = 4
     head_dim: int = 64
 
-    def __post_init__(self) -> None:
-        if min(self.length, self.heads, self.head_dim) < 1:
-            raise RetrofitError(f"{self}: length, heads and head_dim must be 1 or more")
 
-
-def bench_scan(case: ScanCase, repeats: int = 5) -> list[dict[str, Any]]:
+def run(case: Case, repeats: int = 5) -> list[dict[str, Any]]:
     """Seconds of both forms, and their ratios.
 
     Returns:
-        Rows ``token loop`` and ``chunked`` with ``forward`` and ``forward_backward`` in seconds (median; ``_low``,
-        ``_high``), then the row ``loop / chunked`` with the ratios.
+        For each ``pass`` (``forward``, ``forward + backward``): rows ``token loop`` and ``chunked`` with ``seconds``
+        (median; ``_low``, ``_high``), then the row ``loop / chunked`` with the ratios.
     """
     inputs = _inputs(case)
     _check_equal(*(form(*inputs)[0] for form in FORMS.values()))
-    forward = interleaved({name: _forward(form, inputs) for name, form in FORMS.items()}, repeats)
-    both = interleaved({name: _forward_backward(form, inputs) for name, form in FORMS.items()}, repeats)
-    rows: list[dict[str, Any]] = [
-        {"name": name, **spread("forward", forward[name]), **spread("forward_backward", both[name])} for name in FORMS
-    ]
-    quotients = {
-        **spread("forward", ratios(forward["token loop"], forward["chunked"])),
-        **spread("forward_backward", ratios(both["token loop"], both["chunked"])),
-    }
-    return [*rows, {"name": "loop / chunked", **quotients}]
+    rows: list[dict[str, Any]] = []
+    for name, make in PASSES.items():
+        seconds = interleaved({arm: make(form, inputs) for arm, form in FORMS.items()}, repeats)
+        rows += [{"name": arm, "pass": name, **spread("seconds", seconds[arm])} for arm in FORMS]
+        ratio = spread("seconds", ratios(seconds["token loop"], seconds["chunked"]))
+        rows.append({"name": "loop / chunked", "pass": name, **ratio})
+    return rows
 
 
-def _inputs(case: ScanCase) -> list[Tensor]:
+def _inputs(case: Case) -> list[Tensor]:
     """q, k (unit length), v, beta and log decay, as a trained memory sees them."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, case.heads, case.length, case.head_dim, generator=generator).unbind()
@@ -80,3 +81,6 @@ def _check_equal(loop: Tensor, chunked: Tensor) -> None:
     difference = (loop - chunked).abs().max().item()
     if not difference < 1e-3:
         raise RetrofitError(f"the two forms differ by {difference:.1e}: these timings would compare different things")
+
+
+PASSES = {"forward": _forward, "forward + backward": _forward_backward}

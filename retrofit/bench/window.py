@@ -11,11 +11,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from patches.config import check_window
 from patches.errors import RetrofitError
 from patches.window import window_attention
-from retrofit.bench.measure import interleaved, peak_extra_bytes, ratios, spread
+from retrofit.bench.timing import interleaved, peak_extra_bytes, ratios, spread
+
+COLUMNS = {
+    "name": ("", ""),
+    "seconds": ("seconds", ".3f"),
+    "seconds_low": ("quartile", ".3f"),
+    "seconds_high": ("quartile", ".3f"),
+    "extra_mib": ("peak extra MiB", ",.1f"),
+}
 
 
 @dataclass(frozen=True)
-class WindowCase:
+class Case:
     """One attention layer's work: T tokens, H query heads on H_kv key/value heads of D, window W and S sinks."""
 
     length: int = 16384
@@ -29,12 +37,14 @@ class WindowCase:
     def __post_init__(self) -> None:
         check_window(self.window, self.sinks)
         if self.length <= self.window + self.sinks:
-            raise RetrofitError(f"length={self.length}: nothing leaves a window of {self.window} and {self.sinks} sinks")
+            raise RetrofitError(
+                f"length={self.length}: nothing leaves a window of {self.window} and {self.sinks} sinks"
+            )
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise RetrofitError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
 
 
-def bench_window(case: WindowCase, repeats: int = 3) -> list[dict[str, Any]]:
+def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:
     """Seconds and peak extra memory of both forms, and their ratios.
 
     The dense arm is given its mask ready made in the timed runs, since a model builds it once for all layers; in the
@@ -59,14 +69,14 @@ def bench_window(case: WindowCase, repeats: int = 3) -> list[dict[str, Any]]:
     return [*rows, {"name": "dense / blocked", **ratio, "extra_mib": _quotient(*bytes_.values())}]
 
 
-def dense_mask(case: WindowCase) -> Tensor:
+def dense_mask(case: Case) -> Tensor:
     """(T, T), True where a query sees a key: the last W tokens and the first S."""
     t = torch.arange(case.length)[:, None]
     j = torch.arange(case.length)
     return (j <= t) & ((j > t - case.window) | (j < case.sinks))  # booleans only: t - j would take 8 T^2 bytes
 
 
-def prepare_dense(case: WindowCase) -> Callable[[Tensor], Tensor]:
+def prepare_dense(case: Case) -> Callable[[Tensor], Tensor]:
     """Inputs, and the dense form on them: the mask in, (B, T, H, D) out."""
     q, k, v = _inputs(case)
 
@@ -77,12 +87,12 @@ def prepare_dense(case: WindowCase) -> Callable[[Tensor], Tensor]:
     return dense
 
 
-def _prepare_dense_with_mask(case: WindowCase) -> Callable[[], Tensor]:
+def _prepare_dense_with_mask(case: Case) -> Callable[[], Tensor]:
     dense = prepare_dense(case)
     return lambda: dense(dense_mask(case))
 
 
-def prepare_blocked(case: WindowCase) -> Callable[[], Tensor]:
+def prepare_blocked(case: Case) -> Callable[[], Tensor]:
     """The same inputs, and the blocked form on them: (B, T, H, D) out."""
     q, k, v = _inputs(case)
 
@@ -103,7 +113,7 @@ def prepare_blocked(case: WindowCase) -> Callable[[], Tensor]:
     return blocked
 
 
-def _inputs(case: WindowCase) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, case.length, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads)]
     q, k, v = (torch.randn(shape, generator=generator, requires_grad=case.backward) for shape in shapes)

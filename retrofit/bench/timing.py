@@ -1,4 +1,4 @@
-"""Time and memory of competing functions: rounds that interleave them, and peak memory of each in a process of its own."""
+"""Time and memory of competing functions: interleaved rounds, and the peak memory of each in its own process."""
 
 import statistics
 import time
@@ -15,9 +15,10 @@ PEAK_RESET = Path("/proc/self/clear_refs")  # writing 5 sets the peak back to wh
 
 
 def interleaved(arms: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each arm, ``repeats`` times. A round runs every arm once, so that a slow spell of the machine hits all alike.
+    """Seconds of each arm, ``repeats`` times.
 
-    One round before the first is not counted: it loads kernels and fills caches.
+    A round runs every arm once, so that a slow spell of the machine hits all alike. One round before the first is not
+    counted: it loads kernels and fills caches.
 
     Raises:
         RetrofitError: ``repeats`` is below 1.
@@ -35,8 +36,11 @@ def interleaved(arms: Mapping[str, Callable[[], object]], repeats: int) -> dict[
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
-    """``{name: median, name_low: smallest, name_high: largest}``: three columns of a row."""
-    return {name: statistics.median(values), f"{name}_low": min(values), f"{name}_high": max(values)}
+    """``{name: median, name_low: first quartile, name_high: third quartile}``: three columns of a row."""
+    if len(values) == 1:
+        values = values * 2
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {name: median, f"{name}_low": low, f"{name}_high": high}
 
 
 def ratios(numerator: list[float], denominator: list[float]) -> list[float]:
@@ -48,8 +52,8 @@ def peak_extra_bytes(prepare: Callable[..., Callable[[], object]], *arguments: A
     """Most memory a call holds beyond what was there before it, as the operating system counts it.
 
     A fresh process calls ``prepare(*arguments)``, which builds the inputs and returns the function to measure; its peak
-    resident size while that function runs, less its resident size just before, is the answer. Nothing is warmed up first:
-    memory freed by an earlier call could be used again without being seen.
+    resident size while that function runs, less its resident size just before, is the answer. Nothing is warmed up
+    first: memory freed by an earlier call could be used again without being seen.
 
     Returns:
         Bytes, or None where the system does not tell (it does on Linux).

@@ -1,0 +1,366 @@
+"""The `retrofit` command: one short function per verb, which imports what it needs, so that --help answers at once."""
+
+import contextlib
+import importlib
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+UsageError: Any = typer.BadParameter.__base__  # typer gives it no public name
+
+
+def example(*commands: str) -> str:
+    """The last lines of a verb's --help, not re-wrapped."""
+    return "\n".join(["\b", "Example:", *(f"  {command}" for command in commands)])
+
+
+class OneLineErrors(TyperGroup):
+    """Ends every mistake of the user in one line on stderr and status 2, and Ctrl-C in status 130."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        try:
+            sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))
+        except UsageError as error:
+            verb = error.ctx.command_path if error.ctx else "retrofit"
+            message = f"{error.format_message().rstrip('.')} (see {verb} --help)"
+        except OSError as error:
+            if error.filename is None:
+                raise
+            message = f"{error.filename}: {error.strerror}"
+        except ValueError as error:
+            from patches.errors import RetrofitError
+
+            if not isinstance(error, RetrofitError):
+                raise
+            message = str(error)
+        typer.echo(f"error: {' '.join(message.split())}", err=True)
+        sys.exit(2)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
+
+
+# rich's help pages take twice as long to appear
+app = typer.Typer(cls=OneLineErrors, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
+bench = typer.Typer(rich_markup_mode=None, help="Measure what a bounded memory costs and saves, as ratios in one run.")
+recipes = typer.Typer(rich_markup_mode=None, help="List, show, copy and check recipes.")
+app.add_typer(bench, name="bench")
+app.add_typer(recipes, name="recipes")
+
+Base = Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the base: a folder or a Hub id.")]
+Memory = Annotated[str, typer.Option(help="Kind of memory: ahn-gdn, ahn-dn, or none (sinks and window only).")]
+Window = Annotated[int, typer.Option(help="W: the last tokens, kept exactly.")]
+Sinks = Annotated[int, typer.Option(help="S: the first tokens, kept exactly.")]
+Options = Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the memory.")]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table's rows to FILE too.")]
+Length = Annotated[int, typer.Option(min=1, help="T: tokens.")]
+Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Width of a head.")]
+Repeats = Annotated[int, typer.Option(help="Rounds counted; each runs every form once.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads torch may use (default: its own choice).")]
+
+
+@app.callback(
+    invoke_without_command=True,
+    epilog=example(
+        "retrofit demo",
+        "retrofit distill Qwen/Qwen2.5-0.5B --data corpus.txt --output runs/first",
+        'retrofit generate runs/first/model --prompt "Once upon a time"',
+    ),
+)
+def root(ctx: typer.Context) -> None:
+    """Give a pretrained language model a bounded memory: patch its attention, distil it against itself, ship it."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+@app.command(epilog=example("retrofit demo --seed 1 --json rows.json"))
+def demo(
+    memory: Memory = "ahn-gdn",
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    output: Output = Path("runs/demo"),
+    overwrite: Overwrite = False,
+    json_file: Json = None,
+) -> None:
+    """Run the main job on a model and a text made on the spot: teach, patch, distil, compare, save, load, generate."""
+    from distill.demo import run_demo
+
+    run_demo(memory=memory, seed=seed, output=output, json_file=json_file, overwrite=overwrite)
+
+
+@app.command(
+    epilog=example(
+        "retrofit distill Qwen/Qwen2.5-0.5B --data corpus.txt --window 512 --seq-len 4096 -o runs/first",
+        "retrofit distill my-recipe.yaml --seed 1 --set eval_steps=50 -o runs/second",
+    )
+)
+def distill(
+    ctx: typer.Context,
+    source: Annotated[str, typer.Argument(metavar="BASE|RECIPE", help="A checkpoint, a recipe's .yaml or its name.")],
+    base: Annotated[str | None, typer.Option(help="Checkpoint, where a recipe comes first.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text, JSONL, Parquet, a datasets folder or a Hub id.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Kind of memory: ahn-gdn or ahn-dn.")] = None,
+    window: Annotated[int | None, typer.Option(help="W: the last tokens, kept exactly.")] = None,
+    sinks: Annotated[int | None, typer.Option(help="S: the first tokens, kept exactly.")] = None,
+    option: Options = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows per step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the memory's start and the rows' order.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other recipe key.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in DIR.")] = False,
+    overwrite: Overwrite = False,
+    json_file: Json = None,
+) -> None:
+    """Fit a memory to BASE, or as RECIPE says, by self-distillation: writes DIR/adapter, DIR/model, DIR/metrics.json.
+
+    Flags override the recipe's keys.
+    """
+    from distill.recipe import Recipe, read_recipe, shipped_recipes
+    from distill.run import distill as run
+    from retrofit.table import write_rows
+
+    is_recipe = source in shipped_recipes() or Path(source).suffix in (".yaml", ".yml")
+    values = read_recipe(source) if is_recipe else {"base": source}
+    keys = Recipe.__dataclass_fields__
+    flags = {key: value for key, value in ctx.params.items() if key in keys and value is not None}
+    if option:
+        flags["options"] = _pairs("--option", option)
+    where = source if is_recipe else "flags"
+    recipe = Recipe.from_dict({**values, **flags, **_pairs("--set", set_)}, where)
+    metrics = run(recipe, resume=resume, overwrite=overwrite)
+    if json_file is not None:
+        write_rows(json_file, metrics["rows"])
+
+
+@app.command(
+    epilog=example(
+        "retrofit patch Qwen/Qwen2.5-0.5B --window 4096 --sinks 4 -o sinks-and-window",
+        "retrofit patch Qwen/Qwen2.5-0.5B --option layers=[0,2] --option others=window -o some-layers",
+    )
+)
+def patch(
+    base: Base,
+    output: Output,
+    memory: Memory = "none",
+    window: Window = 4096,
+    sinks: Sinks = 4,
+    option: Options = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Export BASE with a memory that is not trained: a custom architecture with BASE's weights and tokenizer."""
+    import retrofit
+
+    options = _pairs("--option", option)
+    for key in options.keys() & {"base", "memory", "window", "sinks", "model_kwargs"}:
+        raise typer.BadParameter(f"--option {key}: that is not an option of a memory")
+    _export(lambda: retrofit.patch(base, memory, window, sinks, **options), base, output, overwrite)
+
+
+@app.command(epilog=example("retrofit merge Qwen/Qwen2.5-0.5B runs/first/adapter -o first-merged"))
+def merge(
+    base: Base,
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter: a folder or a Hub id.")],
+    output: Output,
+    overwrite: Overwrite = False,
+) -> None:
+    """Export BASE and ADAPTER as one model."""
+    import retrofit
+
+    _export(lambda: retrofit.load_adapter(base, adapter), base, output, overwrite)
+
+
+@app.command(epilog=example('retrofit generate runs/first/model --prompt "Once upon a time" --max-new-tokens 200'))
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="An exported model, or a base to go with --adapter.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    adapter: Annotated[str | None, typer.Option(help="Adapter: a folder or a Hub id.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+) -> None:
+    """Continue a prompt with an exported model, or with a base and an adapter. The text is printed as it comes."""
+    from retrofit.generation import generate_text, load_for_generation
+
+    loaded, tokenizer = load_for_generation(model, adapter)
+    generate_text(
+        loaded, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=True
+    )
+
+
+@bench.command("window", epilog=example("retrofit bench window --length 16384 --window 1024"))
+def bench_window(
+    length: Length = 16384,
+    window: Window = 1024,
+    sinks: Sinks = 4,
+    heads: Heads = 4,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 2,
+    head_dim: HeadDim = 64,
+    backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Blocked window attention beside the dense mask: time, and peak memory measured in a process of its own."""
+    _measure("window", (length, window, sinks, heads, kv_heads, head_dim, backward), repeats, threads, json_file)
+
+
+@bench.command("scan", epilog=example("retrofit bench scan --length 4096"))
+def bench_scan(
+    length: Length = 2048,
+    heads: Heads = 4,
+    head_dim: HeadDim = 64,
+    repeats: Repeats = 5,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """The chunked gated delta rule beside its token loop, forward and forward + backward."""
+    _measure("scan", (length, heads, head_dim), repeats, threads, json_file)
+
+
+@bench.command("decode", epilog=example("retrofit bench decode --memory ahn-gdn --long 16384"))
+def bench_decode(
+    memory: Memory = "ahn-gdn",
+    window: Window = 512,
+    sinks: Sinks = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
+    hidden: Annotated[int, typer.Option(min=1, help="Its width; heads are 64 wide.")] = 256,
+    short: Annotated[int, typer.Option(help="The shorter context.")] = 1024,
+    long: Annotated[int, typer.Option(help="The longer context.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each context.")] = 64,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Time per token and cache bytes at two contexts, full attention beside a patched model."""
+    _measure("decode", (memory, window, sinks, layers, hidden, short, long), tokens, threads, json_file)
+
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's file, or the name of a shipped one.")]
+
+
+@recipes.command("ls", epilog=example("retrofit recipes ls"))
+def recipes_ls() -> None:
+    """List the recipes that come with the package, each with its first line."""
+    from distill.recipe import shipped_recipes
+
+    shipped = shipped_recipes()
+    width = max(map(len, shipped), default=0)
+    for name, path in shipped.items():
+        typer.echo(f"{name:{width}}  {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+
+
+@recipes.command("show", epilog=example("retrofit recipes show small-text-ahn-gdn"))
+def recipes_show(recipe: Recipe) -> None:
+    """Print a recipe's file, comments and all."""
+    typer.echo(_recipe_file(recipe).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes.command("cp", epilog=example("retrofit recipes cp small-text-ahn-gdn my-recipe.yaml"))
+def recipes_cp(
+    recipe: Recipe,
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Copy a recipe to a file of your own, to be edited."""
+    path = _recipe_file(recipe)
+    if target.exists() and not overwrite:
+        raise typer.BadParameter(f"{target} exists: choose another name or pass --overwrite")
+    shutil.copyfile(path, target)
+
+
+@recipes.command("check", epilog=example("retrofit recipes check my-recipe.yaml"))
+def recipes_check(
+    names: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="Files or shipped names.")] = None,
+) -> None:
+    """Validate recipes; without an argument, all that come with the package."""
+    from distill.recipe import load_recipe, shipped_recipes
+
+    for name in names or shipped_recipes():
+        load_recipe(name)
+        typer.echo(f"{name}: valid")
+
+
+def _recipe_file(path_or_name: str) -> Path:
+    """Where a recipe lies; the file must hold a valid one."""
+    from distill.recipe import load_recipe, shipped_recipes
+
+    load_recipe(path_or_name)
+    path = Path(path_or_name)
+    return path if path.is_file() else shipped_recipes()[path_or_name]
+
+
+def _pairs(flag: str, items: list[str] | None) -> dict[str, Any]:
+    """``["a=1", "b=[0, 2]"]`` as a mapping; values are read as YAML; 1e-2, which YAML takes for text, is a number."""
+    import yaml
+
+    pairs: dict[str, Any] = {}
+    for item in items or []:
+        key, equals, text = item.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"{flag} {item}: write it as {flag} KEY=VALUE")
+        try:
+            pairs[key] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise typer.BadParameter(f"{flag} {item}: {text!r} cannot be read as a value") from None
+        if isinstance(pairs[key], str):
+            with contextlib.suppress(ValueError):
+                pairs[key] = float(text)
+    return pairs
+
+
+def _export(build: Callable[[], Any], base: str, output: Path, overwrite: bool) -> None:
+    """Write the model ``build`` makes to ``output``, with the base's tokenizer if it has one; say what was written."""
+    from patches.errors import RetrofitError
+    from retrofit.export import export_model
+    from retrofit.files import check_output
+    from retrofit.loading import load_tokenizer
+
+    check_output(output, overwrite)
+    model = build()
+    try:
+        tokenizer = load_tokenizer(base)
+    except RetrofitError as error:
+        tokenizer = None
+        typer.echo(f"note: exported without a tokenizer: {error}", err=True)
+    export_model(model, output, tokenizer, overwrite=overwrite)
+    added = sum(parameter.numel() for _, parameter in model.memory_parameters())
+    memory = model.config.memory
+    kept = f"window {memory['window']}, sinks {memory['sinks']}"
+    added_to = f"{added:,} parameters added to {model.num_parameters() - added:,}"
+    typer.echo(f"{output}: {type(model).__name__}, memory {memory['kind']}, {kept}, {added_to}")
+
+
+def _measure(name: str, values: tuple[Any, ...], repeats: int, threads: int | None, json_file: Path | None) -> None:
+    """Run ``retrofit.bench.NAME`` on its ``Case(*values)`` and show the rows."""
+    import torch
+
+    from retrofit.table import print_table, write_rows
+
+    bench = importlib.import_module(f"retrofit.bench.{name}")
+    case = bench.Case(*values)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    rows = bench.run(case, repeats)
+    typer.echo(f"{case}, {torch.get_num_threads()} threads")
+    print_table(f"bench {name}", rows, bench.COLUMNS)
+    if json_file is not None:
+        write_rows(json_file, rows)
+
+
+main = app
+
+if __name__ == "__main__":
+    main()

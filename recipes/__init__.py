@@ -1,0 +1,1 @@
+"""Recipes: YAML files, one run each, that `retrofit recipes ls` lists and `retrofit distill NAME` runs."""

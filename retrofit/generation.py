@@ -1,0 +1,73 @@
+"""Text from a model on the terminal: a prompt in, its continuation streamed out."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TextStreamer, set_seed
+
+from patches.errors import RetrofitError
+
+from .adapter import load_adapter
+from .loading import load_base, load_tokenizer
+
+
+def load_for_generation(path: str, adapter: str | Path | None = None) -> tuple[Any, Any]:
+    """Model (eval mode, on the GPU where there is one) and tokenizer of an exported model, or of a base and an adapter.
+
+    Raises:
+        RetrofitError: as :func:`retrofit.loading.load_base`, ``load_tokenizer`` and :func:`retrofit.load_adapter`.
+    """
+    tokenizer = load_tokenizer(path)
+    model = load_base(path) if adapter is None else load_adapter(path, adapter)
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def generate_text(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stream: bool = False,
+) -> str:
+    """Continue ``prompt``.
+
+    Args:
+        model: a causal LM.
+        tokenizer: its tokenizer.
+        prompt: what to continue; not part of the result.
+        max_new_tokens: at most so many tokens.
+        temperature: of sampling; 0 takes the likeliest token each time.
+        seed: of sampling.
+        stream: print the text to stdout as it comes.
+
+    Returns:
+        The continuation, special tokens left out.
+
+    Raises:
+        RetrofitError: an empty prompt, or a number out of range.
+    """
+    if max_new_tokens < 1:
+        raise RetrofitError(f"max_new_tokens={max_new_tokens}: ask for 1 token or more")
+    if not 0 <= temperature < float("inf"):
+        raise RetrofitError(f"temperature={temperature}: it must be 0 (greedy) or more")
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise RetrofitError("the prompt holds no token: give some text to continue")
+    set_seed(seed)
+    tokens = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
+        **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False, **GREEDY}),
+    )
+    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+# a checkpoint's own sampling settings would only be warned about
+GREEDY: dict[str, None] = {"temperature": None, "top_p": None, "top_k": None}

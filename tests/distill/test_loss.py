@@ -1,0 +1,98 @@
+"""The chunked loss against its naive form, against autograd, and against the reference implementation's numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from distill.loss import chunked_kl, naive_kl, scored_positions
+
+ORACLE = Path(__file__).parents[3] / "shared" / "oracles" / "ahn_gdn.safetensors"
+
+
+def states(
+    positions: int = 7, width: int = 5, vocabulary: int = 11, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """Student (with gradient), teacher, head weight, head bias."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((positions, width), (positions, width), (vocabulary, width), (vocabulary,))
+    student, *rest = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return [student.requires_grad_(), *rest]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_equals_the_naive_form_and_its_gradient(chunk: int, with_bias: bool, temperature: float) -> None:
+    student, teacher, weight, bias = states()
+    head = (weight, bias if with_bias else None)
+    expected = naive_kl(student, teacher, *head, temperature=temperature)
+    (expected_grad,) = torch.autograd.grad(expected, student)
+    loss = chunked_kl(student, teacher, *head, temperature=temperature, chunk=chunk)
+    (grad,) = torch.autograd.grad(3 * loss, student)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, 3 * expected_grad, rtol=1e-12, atol=1e-12)
+
+
+def test_gradcheck() -> None:
+    student, teacher, weight, bias = states()
+    assert torch.autograd.gradcheck(
+        lambda x: chunked_kl(x, teacher, weight, bias, temperature=1.7, chunk=2), student, raise_exception=True
+    )
+
+
+def test_only_the_student_gets_a_gradient() -> None:
+    student, teacher, weight, _ = states()
+    for frozen in (teacher, weight):
+        frozen.requires_grad_()
+    chunked_kl(student, teacher, weight).backward()
+    assert student.grad is not None
+    assert teacher.grad is None
+    assert weight.grad is None
+
+
+def test_no_position_gives_zero_and_a_zero_gradient() -> None:
+    student, teacher, weight, _ = states()
+    nowhere = torch.zeros(len(student), dtype=torch.bool)
+    loss = chunked_kl(student[nowhere], teacher[nowhere], weight)
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(student.grad, torch.zeros_like(student))
+
+
+def test_bfloat16_states_are_compared_in_float32() -> None:
+    student, teacher, weight, _ = states(positions=64, width=32, vocabulary=512, dtype=torch.bfloat16)
+    logits = [(x @ weight.T).double() for x in (teacher, student.detach())]  # as the bf16 head gives them
+    expected = torch.nn.functional.kl_div(
+        logits[1].log_softmax(-1), logits[0].log_softmax(-1), reduction="sum", log_target=True
+    )
+    loss = chunked_kl(student, teacher, weight, chunk=10)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    assert student.grad.dtype == torch.bfloat16
+    assert student.grad.isfinite().all()
+
+
+def test_scored_positions_look_at_the_next_label_or_at_their_own() -> None:
+    labels = torch.tensor([[1, 2, -100, -100, 5, 6, 7], [-100] * 7])
+    assert scored_positions(labels, 2)[0].tolist() == [False, False, False, True, True, True, False]
+    assert scored_positions(labels, 2, "ahn")[0].tolist() == [False, False, False, False, True, True, True]
+    assert not scored_positions(labels, 0)[1].any()
+
+
+@pytest.mark.skipif(not ORACLE.exists(), reason=f"the reference tensors are not there: {ORACLE}")
+def test_matches_the_reference_implementation() -> None:
+    oracle = load_file(ORACLE)
+    settings = json.loads(ORACLE.with_suffix(".json").read_text())["settings"]
+    scored = scored_positions(oracle["train.labels"], 10, "ahn")
+    assert scored[0].nonzero().flatten().tolist() == settings["valid_positions"]
+    # logits as hidden states of an identity head
+    reference, memory = (oracle[f"train.logits_{name}"] for name in ("ref", "mem"))
+    identity = torch.eye(reference.shape[-1])
+    for loss in (naive_kl, chunked_kl):
+        kl = loss(memory[scored], reference[scored], identity) / scored.sum()
+        torch.testing.assert_close(kl, oracle["train.kl_loss"].squeeze(), rtol=0, atol=1e-6)

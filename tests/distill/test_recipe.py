@@ -1,0 +1,77 @@
+"""Recipes: what is read, and what is refused with which sentence."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill.recipe import Recipe, load_recipe, shipped_recipes
+from patches.errors import RetrofitError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_and_its_dictionary_give_the_same_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, "memory: ahn-dn\nwindow: 16\nlayers: [0, 2]\nlr: 3e-2\nwarmup: 10\n"))
+    assert (recipe.memory, recipe.window, recipe.layers, recipe.lr, recipe.warmup) == ("ahn-dn", 16, [0, 2], 0.03, 10.0)
+    assert isinstance(recipe.warmup, float)
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("windw: 32", "unknown key 'windw' (did you mean 'window'?)"),
+        ("window: 0", "window: 0 is out of range"),
+        ("window: 1.5", "window: 1.5 is not a whole number"),
+        ("window: true", "window: True is not a whole number"),
+        ("sinks: -1", "sinks: -1 is out of range"),
+        ("lr: fast", "lr: 'fast' is not a number"),
+        ("lr: .nan", "lr: nan is out of range"),
+        ("lr: 0", "lr: 0.0 is out of range, it must be more than 0"),
+        ("holdout: 1.0", "holdout: 1.0 is out of range"),
+        ("layers: 3", "layers: 3 is not a list of layer numbers"),
+        ("layers: [true]", "layers: [True] is not a list of layer numbers"),
+        ("options: [a]", "options: ['a'] is not a mapping"),
+        ("options: {window: 4}", "options: 'window' is not an option of a memory"),
+        ("window_sampling: anh", "window_sampling: 'anh' is not one of fixed, ahn (did you mean 'ahn'?)"),
+        ("window: 600", "seq_len: 512 tokens never leave a window of 600"),
+        ("steps: 1\nsteps: 2", "'steps' is given twice"),
+        ("- 1", "a recipe is a mapping of keys to values, this is a list"),
+        ("window: [", "not a YAML file"),
+    ],
+)
+def test_mistakes_are_named_with_their_file(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(RetrofitError) as error:
+        load_recipe(path)
+    assert str(path) in str(error.value)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_name_suggests_a_shipped_one() -> None:
+    with pytest.raises(RetrofitError, match=r"did you mean 'small-text-ahn-gdn'\?"):
+        load_recipe("small-text-ahn-gnd")
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_are_valid(name: str) -> None:
+    load_recipe(name)
+
+
+@pytest.mark.parametrize("given", [{}, {"base": "b"}, {"base": "b", "data": "d"}])
+def test_what_is_left_open_is_asked_for(given: dict[str, Any]) -> None:
+    with pytest.raises(RetrofitError, match=r"leaves '\w+' open"):
+        Recipe(**given).places()
+
+
+def test_reading_a_recipe_does_not_import_torch() -> None:
+    code = "import sys, distill.recipe; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0

@@ -1,0 +1,163 @@
+"""Whole runs on a tiny checkpoint: what is written, interrupted and resumed, refused."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import retrofit
+from distill import DistillTrainer, distill
+from distill.checkpoint import checkpoints
+from distill.recipe import Recipe
+from patches.errors import RetrofitError
+
+ROWS = ["teacher", "window-only", "window-only, equal memory", "ahn-gdn"]
+
+
+@pytest.fixture
+def recipe(checkpoint: Path, text_file: Path, tmp_path: Path) -> Recipe:
+    """Six steps on a tiny checkpoint."""
+    return Recipe(
+        base=str(checkpoint),
+        data=str(text_file),
+        output=str(tmp_path / "run"),
+        window=6,
+        sinks=2,
+        seq_len=40,
+        steps=6,
+        eval_rows=4,
+        eval_steps=4,
+        save_steps=4,
+    )
+
+
+def changed(recipe: Recipe, **values: Any) -> Recipe:
+    return Recipe.from_dict({**recipe.to_dict(), **values})
+
+
+def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGINT) -> None:
+    """Send this process a signal in the middle of a training step."""
+    original = DistillTrainer.training_step
+
+    def training_step(self: DistillTrainer, *args: Any) -> Any:
+        if self.state.global_step == step:
+            os.kill(os.getpid(), number)
+        return original(self, *args)
+
+    monkeypatch.setattr(DistillTrainer, "training_step", training_step)
+
+
+def test_a_run_writes_everything(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = distill(recipe)
+    run = Path(str(recipe.output))
+    names = {"adapter", "model", "metrics.json", "log.jsonl", "recipe.yaml", "checkpoint-4", "checkpoint-6"}
+    assert {path.name for path in run.iterdir()} == names
+    assert json.loads((run / "metrics.json").read_text()) == metrics
+
+    rows = {row["name"]: row for row in metrics["rows"]}
+    assert list(rows) == ROWS
+    assert (rows["teacher"]["kl"], rows["teacher"]["kl_gap_closed"]) == (0.0, 1.0)
+    assert rows["window-only"]["kl_gap_closed"] == 0.0
+    state = 4 * 4 * 16 * 16
+    assert [rows[name]["state_bytes"] for name in ROWS] == [None, 0, state, state]
+    assert [rows[name]["window"] for name in ROWS] == [None, 6, 22, 6]
+    assert rows["ahn-gdn"]["seconds"] > 0
+    assert all(math.isfinite(row["nll"]) for row in rows.values())
+    curve = metrics["curve"]
+    assert [entry["step"] for entry in curve if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+    assert [entry["step"] for entry in curve if "eval_kl" in entry] == [4, 6]
+    assert [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()] == curve
+    assert curve[-2]["eval_kl"] == pytest.approx(rows["ahn-gdn"]["kl"], rel=1e-4)
+    printed = capsys.readouterr()
+    assert "window-only, equal memory" in printed.out
+    assert "distilling" in printed.err
+
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    ids = tokenizer(" ".join(f"w{i}" for i in range(20, 50)), return_tensors="pt")["input_ids"]
+    exported = AutoModelForCausalLM.from_pretrained(run / "model")
+    adapted = retrofit.load_adapter(str(recipe.base), run / "adapter")
+    assert torch.equal(exported(ids).logits, adapted(ids).logits)
+    assert exported.config.use_cache
+    assert exported.config.memory["window"] == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_checkpoint_and_resuming_gives_the_same_result(
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+) -> None:
+    whole = distill(changed(recipe, output=str(tmp_path / "whole")))
+    with monkeypatch.context() as patched:
+        signal_at(patched, 2, number)
+        with pytest.raises(SystemExit) as stopped:
+            distill(recipe)
+    run = Path(str(recipe.output))
+    assert stopped.value.code == 130
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-3"]
+    assert not (run / "adapter").exists()
+    assert f"retrofit distill {run / 'recipe.yaml'} --resume" in capsys.readouterr().err.replace("\n", "")
+    assert signal.getsignal(number) is not None
+
+    resumed = distill(Recipe.from_dict(yaml.safe_load((run / "recipe.yaml").read_text())), resume=True)
+    for before, after in zip(whole["rows"], resumed["rows"], strict=True):
+        assert {**before, "seconds": 0} == {**after, "seconds": 0}
+    losses = [[entry["loss"] for entry in m["curve"] if "loss" in entry] for m in (whole, resumed)]
+    assert losses[0] == losses[1]
+    steps = [json.loads(line)["step"] for line in (run / "log.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+
+
+def test_a_finished_run_resumes_to_its_results(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = distill(recipe)
+    monkeypatch.setattr(DistillTrainer, "train", pytest.fail)
+    again = distill(recipe, resume=True)
+    assert [{**row, "seconds": 0} for row in again["rows"]] == [{**row, "seconds": 0} for row in first["rows"]]
+
+
+def test_another_run_is_not_replaced_unless_asked(recipe: Recipe) -> None:
+    run = Path(str(recipe.output))
+    run.mkdir()
+    (run / "note.txt").write_text("mine")
+    with pytest.raises(RetrofitError, match="already holds something"):
+        distill(recipe)
+    assert [path.name for path in run.iterdir()] == ["note.txt"]
+    distill(changed(recipe, steps=2), overwrite=True)
+    distill(changed(recipe, steps=1), overwrite=True)
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-1"]
+    assert (run / "note.txt").read_text() == "mine"
+
+
+def test_resuming_with_other_settings_is_refused(recipe: Recipe) -> None:
+    distill(changed(recipe, steps=1))
+    with pytest.raises(RetrofitError, match=r"other settings: steps \(was 1\), lr \(was 0.01\)"):
+        distill(changed(recipe, steps=2, lr=0.1), resume=True)
+    with pytest.raises(RetrofitError, match="there is no run to resume"):
+        distill(changed(recipe, output=str(recipe.output) + "-other"), resume=True)
+
+
+BAD = {
+    "no such base": ({"base": "no/such/folder"}, "no/such/folder"),
+    "no such data": ({"data": "no/such/file.txt"}, "no file or folder"),
+    "no such memory": ({"memory": "ahn-gnd"}, "did you mean 'ahn-gdn'"),
+    "no such option": ({"options": {"decay": 1}}, "option 'decay'"),
+    "too short": ({"seq_len": 2000}, "holds 3001 tokens"),
+    "nothing to train": ({"memory": "none"}, "has nothing to fit"),
+}
+
+
+@pytest.mark.parametrize(("values", "said"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_sentence_and_leaves_nothing(recipe: Recipe, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(RetrofitError) as error:
+        distill(changed(recipe, **values))
+    assert said in str(error.value)
+    assert not Path(str(recipe.output)).exists()

@@ -1,0 +1,300 @@
+"""The trainer: its loss, what it leaves alone, accumulation, checkpointing, exact resumption, checkpoints."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import retrofit
+from distill import DistillArguments, DistillTrainer
+from distill.arguments import CHECKPOINTING
+from distill.checkpoint import checkpoints
+from distill.data import PackedRows
+from patches.errors import RetrofitError
+
+Model = Any
+
+
+@pytest.fixture
+def model(make_base: Callable[..., PreTrainedModel]) -> Model:
+    """A tiny Qwen2 with a memory, the same each time."""
+    base = make_base("Qwen2")
+    torch.manual_seed(3)
+    return retrofit.patch(base, memory="ahn-gdn", window=6, sinks=2)
+
+
+def make_trainer(model: Model, rows: Any, folder: Path, callbacks: Any = None, **settings: Any) -> DistillTrainer:
+    defaults = {
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "report_to": "none",
+        "use_cpu": True,
+    }
+    return DistillTrainer(model, DistillArguments(**{**defaults, **settings}), rows, rows.head(5), callbacks=callbacks)
+
+
+def memory(model: Model) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.memory_parameters()}
+
+
+def losses(trainer: DistillTrainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def opened(model: Model) -> Model:
+    """The same with a memory that does something: as patched, it adds exactly nothing."""
+    with torch.no_grad():
+        for name, parameter in model.memory_parameters():
+            if name.endswith("o_proj.weight"):
+                parameter.normal_(std=0.5)
+    return model
+
+
+@pytest.mark.parametrize("label_shift", ["next", "ahn"])
+def test_loss_is_the_mean_kl_over_scored_positions(
+    model: Model, rows: PackedRows, tmp_path: Path, label_shift: str
+) -> None:
+    trainer = make_trainer(opened(model), rows, tmp_path, label_shift=label_shift)
+    ids = rows.rows[:3].long()
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.5, -100)
+    student = model(ids).logits.log_softmax(-1)
+    with model.memory_off():
+        teacher = model(ids).logits.log_softmax(-1)
+    kl = (teacher.exp() * (teacher - student)).sum(-1)  # (3, 40)
+    if label_shift == "next":
+        expected = kl[:, 8:-1][labels[:, 9:] != -100].mean()
+    else:
+        expected = kl[:, 8:][labels[:, 8:] != -100].mean()
+    loss = trainer.compute_loss(model, {"input_ids": ids, "labels": labels})
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
+    parameters = [parameter for _, parameter in model.memory_parameters()]
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), rtol=1e-4, atol=1e-7
+    )
+
+
+def test_a_batch_without_labels_trains_nothing(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+    ids = rows.rows[:2].long()
+    trainer = make_trainer(opened(model), rows, tmp_path)
+    loss = trainer.compute_loss(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not parameter.grad.any() for _, parameter in model.memory_parameters())
+
+
+def test_right_padding_changes_nothing(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+    trainer = make_trainer(opened(model), rows, tmp_path)
+    ids = rows.rows[:2].long()
+    plain = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    pad = torch.zeros(2, 5, dtype=torch.long)
+    mask = torch.cat([torch.ones_like(ids), pad], 1)
+    padded = {"input_ids": torch.cat([ids, pad], 1), "labels": torch.cat([ids, pad - 100], 1), "attention_mask": mask}
+    torch.testing.assert_close(trainer.compute_loss(model, padded), plain, rtol=1e-5, atol=1e-7)
+
+
+def test_no_logits_of_the_whole_sequence(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+    seen = []
+    model.lm_head.register_forward_hook(lambda _m, _a, logits: seen.append(logits.shape[1]))
+    make_trainer(model, rows, tmp_path, max_steps=1).train()
+    assert seen == [1]
+
+
+def test_only_the_memory_changes(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = model.config.to_dict()
+    trainer = make_trainer(model, rows, tmp_path, max_steps=20, weight_decay=0.1)
+    trainer.train()
+    after = model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name, _ in model.memory_parameters()}
+    assert model.config.to_dict() == config
+    trained = trainer.evaluate()
+    assert trained["eval_kl"] < 0.98 * trained["eval_kl_window_only"]
+
+
+def test_accumulation_equals_the_big_batch(
+    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
+) -> None:
+    class Uneven(PackedRows):  # rows with very different numbers of labels: a mean of means would show
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            row = super().__getitem__(index)
+            return {**row, "labels": row["labels"].masked_fill(torch.arange(40) > 10 + index, -100)}
+
+    data = Uneven(rows.rows.flatten(), 40)
+    results = []
+    for name, batch, accumulation in (("big", 4, 1), ("small", 1, 4)):
+        torch.manual_seed(3)
+        model = retrofit.patch(make_base("Qwen2"), memory="ahn-gdn", window=6, sinks=2)
+        settings = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        trainer = make_trainer(model, data, tmp_path / name, max_steps=3, adam_epsilon=1e-4, **settings)
+        trainer.train()
+        results.append((losses(trainer), memory(model)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    for name, parameter in results[0][1].items():
+        torch.testing.assert_close(parameter, results[1][1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_weights(
+    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path, use_reentrant: bool
+) -> None:
+    results = []
+    for name in ("plain", "checkpointed"):
+        torch.manual_seed(3)
+        model = retrofit.patch(make_base("Qwen2"), memory="ahn-gdn", window=6, sinks=2)
+        settings = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": use_reentrant}}
+        trainer = make_trainer(
+            model, rows, tmp_path / name, window_sampling="ahn", **(settings if name == "checkpointed" else {})
+        )
+        trainer.train()
+        assert model.model.layers[0].gradient_checkpointing == (name == "checkpointed")
+        results.append(memory(model))
+    for name, parameter in results[0].items():
+        torch.testing.assert_close(parameter, results[1][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("sampling", ["fixed", "ahn"])
+@pytest.mark.parametrize("stop", [2, 6])  # in the first epoch and in the second
+def test_resuming_is_bit_equal(
+    make_base: Callable[..., PreTrainedModel], tmp_path: Path, sampling: str, stop: int
+) -> None:
+    tokens = torch.randint(3, 101, (14 * 70,), generator=torch.Generator().manual_seed(1))
+    rows = PackedRows(tokens, 70)  # 14 rows: an epoch ends within an accumulated batch of 4
+
+    def fresh() -> Model:
+        torch.manual_seed(3)
+        return retrofit.patch(make_base("Qwen2"), memory="ahn-gdn", window=6, sinks=2)
+
+    settings = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "window_sampling": sampling,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    }
+    whole = make_trainer(fresh(), rows, tmp_path, **settings)
+    whole.train()
+    again = make_trainer(fresh(), rows, tmp_path / "again", **settings)
+    torch.manual_seed(99)  # whatever state the new process is in
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+    for name, parameter in memory(whole.model).items():
+        assert torch.equal(parameter, memory(again.model)[name]), name
+    assert losses(whole) == losses(again)
+    kls = [[entry["eval_kl"] for entry in t.state.log_history if "eval_kl" in entry] for t in (whole, again)]
+    assert kls[0] == kls[1]
+    assert len(kls[0]) == 3  # after steps 3, 6 and the last
+
+
+def test_a_drawn_window_is_used_and_never_saved(
+    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    original = type(model).set_window
+
+    def set_window(self: Model, window: int, sinks: int) -> None:
+        used.append((window, sinks))
+        original(self, window, sinks)
+
+    monkeypatch.setattr(type(model), "set_window", set_window)
+    make_trainer(model, rows, tmp_path, window_sampling="ahn", save_steps=1).train()
+    drawn = used[::2]
+    assert len(drawn) == 4
+    assert all(window + sinks == 32 for window, sinks in drawn)  # the only candidate for 40 tokens
+    assert used[1::2] == [(6, 2)] * 4
+    for folder in checkpoints(tmp_path):
+        saved = json.loads((folder / "adapter_config.json").read_text())["memory"]
+        assert (saved["window"], saved["sinks"]) == (6, 2)
+
+
+def test_checkpoints_hold_the_memory_and_not_the_base(
+    model: Model, rows: PackedRows, tmp_path: Path, make_base: Callable[..., PreTrainedModel]
+) -> None:
+    make_trainer(model, rows, tmp_path, save_steps=1, save_total_limit=2).train()
+    assert [folder.name for folder in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
+    assert not (tmp_path / ".saving").exists()
+    last = tmp_path / "checkpoint-4"
+    expected = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    expected |= {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    assert {path.name for path in last.iterdir()} == expected
+    saved = load_file(last / "adapter_model.safetensors")
+    assert {name.removeprefix("base_model.model.") for name in saved} == set(memory(model))
+    loaded = retrofit.load_adapter(make_base("Qwen2"), last)
+    ids = rows.rows[:2].long()
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_a_failed_save_leaves_no_checkpoint(
+    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DistillTrainer, "_save_rng_state", full)
+    with pytest.raises(OSError, match="No space left"):
+        make_trainer(model, rows, tmp_path).train()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_naming_the_step(
+    model: Model, rows: PackedRows, tmp_path: Path, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(model, rows, tmp_path)
+    total = DistillTrainer._kl_sum
+
+    def kl_sum(self: DistillTrainer, *args: Any) -> tuple[Tensor, Tensor]:
+        loss, count = total(self, *args)
+        return loss * (bad if self.state.global_step == 2 else 1), count
+
+    monkeypatch.setattr(DistillTrainer, "_kl_sum", kl_sum)
+    with pytest.raises(RetrofitError, match=f"the loss is {bad} at step 3"):
+        trainer.train()
+    assert all(parameter.isfinite().all() for parameter in memory(model).values())
+
+
+def test_evaluation_reports_the_window_only_model_beside_the_memory(
+    model: Model, rows: PackedRows, tmp_path: Path
+) -> None:
+    trainer = make_trainer(model, rows, tmp_path)
+    fresh = trainer.evaluate()
+    assert fresh["eval_kl"] == fresh["eval_kl_window_only"] > 0  # a fresh memory adds exactly nothing
+    assert fresh["eval_kl_gap_closed"] == 0
+    opened(model)
+    disturbed = trainer.evaluate()
+    assert disturbed["eval_kl"] != disturbed["eval_kl_window_only"] == fresh["eval_kl_window_only"]
+    named = trainer.evaluate({"near": rows.head(2), "far": rows.head(3)})
+    assert set(named) == {f"eval_{n}_{m}" for n in ("near", "far") for m in ("kl", "kl_window_only", "kl_gap_closed")}
+
+
+def test_a_model_without_memory_parameters_is_refused(
+    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
+) -> None:
+    bare = retrofit.patch(make_base("Qwen2"), memory="none", window=6, sinks=2)
+    with pytest.raises(RetrofitError, match="memory 'none' has no parameters to train"):
+        make_trainer(bare, rows, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"window_sampling": "random"}, "window_sampling is 'random', not one of fixed, ahn"),
+        ({"label_shift": "nxt"}, "label_shift is 'nxt', not one of next, ahn (did you mean 'next'?)"),
+        ({"temperature": 0.0}, "temperature is 0.0: it must be above 0"),
+    ],
+)
+def test_arguments_are_checked(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(RetrofitError) as error:
+        DistillArguments(**settings)
+    assert said in str(error.value)

@@ -1,0 +1,322 @@
+"""The command line: what it prints, and that every mistake ends in one sentence, status 2 and nothing written."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+import retrofit
+from cli import app
+from distill.recipe import shipped_recipes
+
+VERBS = [
+    *([verb] for verb in ("demo", "distill", "patch", "merge", "generate")),
+    *(["bench", verb] for verb in ("window", "scan", "decode")),
+    *(["recipes", verb] for verb in ("ls", "show", "cp", "check")),
+]
+TEXT = "the quick brown fox jumps over the lazy dog. " * 40
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(result: Result, *said: str) -> None:
+    """The contract for bad input."""
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("reading ")]
+    assert [line.startswith("error: ") for line in lines] == [True], result.stderr
+    for words in said:
+        assert words in lines[0]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, byte_checkpoint: Path) -> Path:
+    folder = tmp_path_factory.mktemp("adapters") / "adapter"
+    retrofit.save_adapter(retrofit.patch(str(byte_checkpoint), "ahn-gdn", window=8, sinks=2), folder)
+    return folder
+
+
+def damaged_copy(folder: Path, target: Path, damage: Callable[[bytes], bytes]) -> Path:
+    target.mkdir()
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        (target / path.name).write_bytes(damage(content) if path.suffix == ".safetensors" else content)
+    return target
+
+
+@pytest.mark.parametrize("verb", [[], ["bench"], ["recipes"], *VERBS], ids=" ".join)
+def test_help_of_every_verb_has_an_example(verb: list[str]) -> None:
+    result = run(*verb, "--help")
+    assert result.exit_code == 0
+    assert verb in (["bench"], ["recipes"]) or f"retrofit {' '.join(verb)}" in result.output.split("Example:")[1]
+
+
+def test_help_waits_for_no_heavy_import() -> None:
+    code = "import cli, sys; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'retrofit', 'distill')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False).returncode == 0
+
+
+def test_no_verb_shows_the_help() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert "distill" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["distil"], "Did you mean 'distill'?"),
+        (["distill"], "Missing argument"),
+        (["distill", "base", "--windw", "3"], "--windw"),
+        (["distill", "base", "--window", "many"], "--window"),
+        (["distill", "base", "--option", "heads"], "--option KEY=VALUE"),
+        (["distill", "base", "--set", "steps=["], "cannot be read"),
+        (["distill", "base", "--set", "stebs=3"], "did you mean 'steps'?"),
+        (["distill", "base", "--window", "0"], "window: 0 is out of range"),
+        (["distill", "base", "--sinks", "-1"], "sinks: -1 is out of range"),
+        (["distill", "base", "--output", "o"], "leaves 'data' open"),
+        (["distill", "no-such.yaml"], "no recipe file or shipped recipe no-such.yaml"),
+        (["generate", "model"], "--prompt"),
+        (["generate", "model", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["generate", "model", "--prompt", "x", "--temperature", "-1"], "--temperature"),
+        (["demo", "--memory", "ahn-gnd"], "did you mean 'ahn-gdn'?"),
+        (["bench", "window", "--length", "100", "--window", "200"], "no token leaves a window"),
+        (["bench", "window", "--heads", "3"], "heads=3 is not a multiple"),
+        (["bench", "scan", "--length", "8", "--repeats", "0"], "repeats=0"),
+        (["bench", "decode", "--long", "512"], "contexts of 1024 and 512"),
+        (["bench", "decode", "--hidden", "100"], "hidden=100"),
+        (["recipes", "show", "small-text-ahn-gnd"], "did you mean 'small-text-ahn-gdn'?"),
+        (["recipes", "check", "no-such.yaml"], "no-such.yaml"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_arguments(arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(run(*arguments), said)
+    assert not list(tmp_path.iterdir())
+
+
+def verbs_on(base: object, text: Path, out: Path, adapter: object = "adapter") -> dict[str, list[object]]:
+    """Each verb that takes a base, on this one."""
+    return {
+        "distill": ["distill", base, "--data", text, "-o", out, "--window", 8, "--sinks", 2, "--seq-len", 32],
+        "patch": ["patch", base, "-o", out, "--window", 8],
+        "merge": ["merge", base, adapter, "-o", out],
+        "generate": ["generate", base, "--prompt", "the"],
+    }
+
+
+@pytest.mark.parametrize("verb", ["distill", "patch", "merge", "generate"])
+def test_no_such_base(verb: str, text: Path, out: Path, adapter: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    refused(run(*verbs_on(missing, text, out, adapter)[verb]), str(missing))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("verb", ["distill", "patch", "merge", "generate"])
+def test_a_family_we_do_not_support(
+    verb: str, text: Path, out: Path, adapter: Path, tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    other = tmp_path / "gpt2"
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)).save_pretrained(other)
+    byte_tokenizer.save_pretrained(other)
+    refused(run(*verbs_on(other, text, out, adapter)[verb]), "gpt2", "qwen2, qwen3, llama, mistral")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("verb", ["distill", "generate"])
+def test_a_checkpoint_without_a_tokenizer(
+    verb: str, text: Path, out: Path, tmp_path: Path, make_base: Callable[..., PreTrainedModel]
+) -> None:
+    make_base("Qwen2").save_pretrained(tmp_path / "bare")
+    refused(run(*verbs_on(tmp_path / "bare", text, out)[verb]), "tokenizer")
+    assert not out.exists()
+
+
+def test_patch_needs_no_tokenizer(out: Path, tmp_path: Path, make_base: Callable[..., PreTrainedModel]) -> None:
+    make_base("Qwen2").save_pretrained(tmp_path / "bare")
+    result = run("patch", tmp_path / "bare", "-o", out, "--window", 8)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("note: exported without a tokenizer")
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).config.memory["window"] == 8
+
+
+@pytest.mark.parametrize("content", ["", "too short"])
+def test_too_little_data(content: str, byte_checkpoint: Path, text: Path, out: Path) -> None:
+    text.write_text(content)
+    refused(run(*verbs_on(byte_checkpoint, text, out)["distill"]), str(text))
+    assert not out.exists()
+
+
+def test_no_such_data(byte_checkpoint: Path, tmp_path: Path, out: Path) -> None:
+    missing = tmp_path / "nowhere.txt"
+    refused(run(*verbs_on(byte_checkpoint, missing, out)["distill"]), str(missing))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--window", "0"], "window=0"),
+        (["--sinks", "-1"], "sinks=-1"),
+        (["--memory", "ahn-gnd"], "did you mean 'ahn-gdn'?"),
+        (["--memory", "ahn-gdn", "--option", "window=3"], "--option window"),
+        (["--memory", "ahn-gdn", "--option", "no_such=3"], "no_such"),
+        (["--option", "layers=[0,9]"], "9 is not a layer"),
+        (["--option", "others=ful"], "'full'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_settings_of_a_memory(flags: list[str], said: str, byte_checkpoint: Path, out: Path) -> None:
+    refused(run("patch", byte_checkpoint, "-o", out, *flags), said)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("verb", ["distill", "patch", "merge", "generate"])
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"not safetensors"], ids=["cut", "other"])
+def test_a_damaged_base(
+    verb: str, damage: Callable[[bytes], bytes], byte_checkpoint: Path, text: Path, out: Path, adapter: Path
+) -> None:
+    base = damaged_copy(byte_checkpoint, out.parent / "damaged", damage)
+    refused(run(*verbs_on(base, text, out, adapter)[verb]), str(base))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b""], ids=["cut", "empty"])
+def test_a_damaged_adapter(damage: Callable[[bytes], bytes], byte_checkpoint: Path, out: Path, adapter: Path) -> None:
+    broken = damaged_copy(adapter, out.parent / "damaged", damage)
+    refused(run("merge", byte_checkpoint, broken, "-o", out), str(broken))
+    assert not out.exists()
+
+
+def test_an_adapter_of_another_base(
+    tmp_path: Path, out: Path, adapter: Path, byte_tokenizer: PreTrainedTokenizerFast, byte_checkpoint: Path
+) -> None:
+    other = transformers.AutoModelForCausalLM.from_pretrained(byte_checkpoint)
+    other.model.embed_tokens.weight.data += 1
+    other.save_pretrained(tmp_path / "other")
+    byte_tokenizer.save_pretrained(tmp_path / "other")
+    refused(run("merge", tmp_path / "other", adapter, "-o", out), "made for")
+    refused(run("generate", tmp_path / "other", "--adapter", adapter, "--prompt", "x"), "made for")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("verb", ["distill", "patch", "merge", "demo"])
+def test_an_output_folder_that_is_taken(verb: str, byte_checkpoint: Path, text: Path, out: Path, adapter: Path) -> None:
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    verbs = {"demo": ["demo", "-o", out], **verbs_on(byte_checkpoint, text, out, adapter)}
+    refused(run(*verbs[verb]), str(out), "--overwrite")
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+
+
+def test_a_file_where_the_output_folder_should_be(byte_checkpoint: Path, out: Path) -> None:
+    out.write_text("mine")
+    refused(run("patch", byte_checkpoint, "-o", out), str(out))
+    assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize("verb", ["distill", "recipes check"])
+def test_a_recipe_with_a_misspelt_key(verb: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("windw: 8\n")
+    refused(run(*verb.split(), recipe), str(recipe), "did you mean 'window'?")
+
+
+def test_an_empty_prompt(byte_checkpoint: Path) -> None:
+    refused(run("generate", byte_checkpoint, "--prompt", ""), "prompt")
+
+
+def test_ctrl_c_ends_in_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("distill.recipe.shipped_recipes", interrupt)
+    result = run("recipes", "ls")
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("distill.recipe.shipped_recipes", broken)
+    assert repr(run("recipes", "ls").exception) == "ValueError('a bug')"
+
+
+def test_recipes(tmp_path: Path) -> None:
+    listed = run("recipes", "ls")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == list(shipped_recipes())
+    assert run("recipes", "check").stdout == "".join(f"{name}: valid\n" for name in shipped_recipes())
+    for name, path in shipped_recipes().items():
+        assert run("recipes", "show", name).stdout == path.read_text()
+        copy = tmp_path / f"{name}.yaml"
+        assert run("recipes", "cp", name, copy).exit_code == 0
+        assert copy.read_text() == path.read_text()
+        copy.write_text("mine")
+        refused(run("recipes", "cp", name, copy), "--overwrite")
+        assert copy.read_text() == "mine"
+        assert run("recipes", "cp", name, copy, "--overwrite").exit_code == 0
+        assert run("recipes", "check", copy).exit_code == 0
+
+
+def test_flags_override_the_recipe(
+    tmp_path: Path, byte_checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {}
+
+    def record(recipe: object, **flags: bool) -> dict[str, list[dict[str, int]]]:
+        asked.update(recipe=recipe, flags=flags)
+        return {"rows": [{"kl": 1}]}
+
+    monkeypatch.setattr("distill.run.distill", record)
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("memory: ahn-dn\nwindow: 8\nsteps: 7\noptions: {a: 1}\n")
+    flags = ["--window", 9, "--lr", "3e-3", "--set", "weight_decay=1e-2", "--set", "layers=[0,1]", "--resume"]
+    result = run("distill", recipe, "--base", byte_checkpoint, *flags, "--json", tmp_path / "rows.json")
+    assert result.exit_code == 0, result.output
+    got = asked["recipe"]
+    assert (got.base, got.memory, got.window, got.steps) == (str(byte_checkpoint), "ahn-dn", 9, 7)
+    assert (got.lr, got.weight_decay, got.layers, got.options) == (3e-3, 1e-2, [0, 1], {"a": 1})
+    assert asked["flags"] == {"resume": True, "overwrite": False}
+    assert json.loads((tmp_path / "rows.json").read_text()) == [{"kl": 1}]
+
+
+def test_generation_is_repeatable_and_streamed(byte_checkpoint: Path) -> None:
+    greedy = run("generate", byte_checkpoint, "--prompt", "the quick", "--max-new-tokens", 12)
+    assert greedy.exit_code == 0, greedy.output
+    assert greedy.stdout.strip()
+    samples = [
+        run("generate", byte_checkpoint, "--prompt", "the quick", "--temperature", 1, "--seed", seed).stdout
+        for seed in (0, 0, 1)
+    ]
+    assert samples[0] == samples[1]
+    assert len({greedy.stdout, *samples}) == 3
+
+
+def test_bench_writes_its_rows(tmp_path: Path) -> None:
+    result = run("bench", "scan", "--length", 70, "--heads", 1, "--head-dim", 4, "--json", tmp_path / "rows.json")
+    assert result.exit_code == 0, result.output
+    assert "loop / chunked" in result.stdout
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["name"] for row in rows] == 2 * ["token loop", "chunked", "loop / chunked"]

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .cache import adopt
 from .memory import Memory, Step
+from .rotary import Rotary
 
 
 @dataclass
@@ -25,6 +26,8 @@ class MemoryPass:
         pad: left padding of each row ``(B,)``, or None when no row is padded.
         min_pad, max_pad: its extremes.
         evicting: whether a token leaves a window in this call or has before.
+        offset: rotary position of a slot minus the slot, for each row ``(B or 1,)``.
+        rotary: the model's rotary tables at any positions.
     """
 
     seen: int
@@ -32,6 +35,8 @@ class MemoryPass:
     min_pad: int
     max_pad: int
     evicting: bool
+    offset: Tensor
+    rotary: Rotary
 
 
 # what the mixin stands in front of: a family's attention, known to the type checker as anything
@@ -99,6 +104,8 @@ class MemoryAttention(Host):
             pad=memory_pass.pad,
             min_pad=memory_pass.min_pad,
             max_pad=memory_pass.max_pad,
+            offset=memory_pass.offset,
+            rotary=memory_pass.rotary,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
         )

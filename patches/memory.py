@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .cache import MemoryCacheLayer, Stream, plain_stream
 from .errors import RetrofitError, nearest
+from .rotary import Rotary
 from .window import decode_attention, window_attention
 
 
@@ -29,6 +30,8 @@ class Step:
         seen: tokens before this call, padding included.
         pad: left padding of each row ``(B,)``, or None when no row is padded.
         min_pad, max_pad: its extremes.
+        offset: rotary position of a slot minus the slot, for each row ``(B or 1,)``.
+        rotary: the model's tables at any positions.
         scale: factor of the attention logits.
         dropout: the base's attention dropout, 0 outside training.
     """
@@ -43,6 +46,8 @@ class Step:
     pad: Tensor | None
     min_pad: int
     max_pad: int
+    offset: Tensor
+    rotary: Rotary
     scale: float
     dropout: float
 

@@ -173,7 +173,19 @@ class MemoryModel(MemoryPreTrained):
             )
         if pad is not None:
             min_pad, max_pad = (int(x) for x in pad.aminmax())
-        return MemoryPass(seen, pad, min_pad, max_pad, evicting=seen + new - min_pad > capacity)
+        if position_ids is None:
+            offset = torch.zeros(1, dtype=torch.long, device=tokens.device)
+        else:
+            offset = position_ids[:, -1] - (seen + new - 1)
+        return MemoryPass(
+            seen,
+            pad,
+            min_pad,
+            max_pad,
+            evicting=seen + new - min_pad > capacity,
+            offset=offset,
+            rotary=lambda positions: self.rotary_emb(tokens.new_empty(0, dtype=torch.float32), positions),
+        )
 
 
 class MemoryCausalLM(MemoryPreTrained):

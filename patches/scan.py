@@ -88,18 +88,10 @@ def gated_delta_rule_chunks(
     if T == 0:
         return torch.zeros_like(v), state
     chunk = min(chunk, T)
-    extra = -T % chunk
     if log_decay is None:
         log_decay = torch.zeros_like(beta)
-    if extra:  # tokens with beta = 0 and no decay leave the state as it is
-        q, k, v = (pad(x, (0, 0, 0, extra)) for x in (q, k, v))
-        beta, log_decay = pad(beta, (0, extra)), pad(log_decay, (0, extra))
-    q, k, v, beta, log_decay = (x.unflatten(2, (-1, chunk)) for x in (q, k, v, beta, log_decay))  # (B, H, N, C, ...)
-
-    total = log_decay.cumsum(-1)  # log of the decay since the chunk began, the token's own included
-    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    # masked before the exponential: above the diagonal the differences are positive and could overflow
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, float("-inf")).exp()  # (.., C, C)
+    q, k, v, beta, log_decay = (_in_chunks(x, chunk) for x in (q, k, v, beta, log_decay))  # (B, H, N, C, ...)
+    total, decay = _decays(log_decay)
     since = total.exp().unsqueeze(-1)
     keys_down = k.transpose(-1, -2)
     alike = torch.cat([k, q], -2) @ keys_down  # (.., 2 C, C): keys with keys, queries with keys
@@ -127,3 +119,75 @@ def gated_delta_rule_chunks(
     near = (alike[..., chunk:, :] * decay).flatten(0, 1)
     out = torch.stack(from_before, 1) + near @ torch.stack(written, 1)  # (B H, N, C, D_v)
     return out.flatten(1, 2).unflatten(0, (B, H))[:, :, :T] * scale, state.unflatten(0, (B, H))
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Decayed linear attention in whichever form is faster; arguments as :func:`linear_attention_steps`."""
+    form = linear_attention_steps if q.shape[2] <= STEPWISE else linear_attention_chunks
+    return form(q, k, v, log_decay, state)
+
+
+def linear_attention_steps(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Decayed linear attention, token by token: ``S <- a S + k v^T;  o = q S`` (as in Mamba2, arXiv 2405.21060).
+
+    Args and returns: as :func:`gated_delta_rule_steps`; a writing strength goes into ``k`` or ``v`` beforehand.
+    """
+    if state is None:
+        state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+    readings = []
+    for t in range(q.shape[2]):
+        if log_decay is not None:
+            state = state * log_decay[:, :, t, None, None].exp()
+        state = state + k[:, :, t, :, None] * v[:, :, t, None, :]
+        readings.append((q[:, :, t, :, None] * state).sum(-2))
+    return torch.stack(readings, 2) if readings else torch.zeros_like(v), state
+
+
+def linear_attention_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    state: Tensor | None = None,
+    chunk: int = 2 * CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Decayed linear attention in chunks: the same numbers as :func:`linear_attention_steps`, in matrix products."""
+    B, H, T, D = q.shape
+    if state is None:
+        state = q.new_zeros(B, H, D, v.shape[-1])
+    if T == 0:
+        return torch.zeros_like(v), state
+    chunk = min(chunk, T)
+    if log_decay is None:
+        log_decay = q.new_zeros(B, H, T)
+    q, k, v, log_decay = (_in_chunks(x, chunk) for x in (q, k, v, log_decay))
+    total, decay = _decays(log_decay)
+    at_end = total[..., -1:]
+    added = (k * (at_end - total).exp().unsqueeze(-1)).transpose(-1, -2) @ v  # (B, H, N, D_k, D_v)
+    before = []
+    for add, fade in zip(added.unbind(2), at_end.exp().unsqueeze(-1).unbind(2), strict=True):
+        before.append(state)
+        state = fade * state + add
+    near = (q @ k.transpose(-1, -2)) * decay
+    out = (q * total.exp().unsqueeze(-1)) @ torch.stack(before, 2) + near @ v
+    return out.flatten(2, 3)[:, :, :T], state
+
+
+def _in_chunks(x: Tensor, chunk: int) -> Tensor:
+    """``(B, H, T, ...) -> (B, H, N, C, ...)``, filled up with zeros: tokens without gates leave the state as it is."""
+    extra = -x.shape[2] % chunk
+    if extra:
+        x = pad(x, (0, 0) * (x.dim() - 3) + (0, extra))
+    return x.unflatten(2, (-1, chunk))
+
+
+def _decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Log decays ``(.., C)`` -> sums since the chunk began, own included, and decays from j to i ``(.., C, C)``."""
+    total = log_decay.cumsum(-1)
+    lower = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).tril()
+    # masked before the exponential: above the diagonal the differences are positive and could overflow
+    return total, (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, float("-inf")).exp()

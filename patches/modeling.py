@@ -155,14 +155,15 @@ class MemoryModel(MemoryPreTrained):
             for index, memory in memories.items():
                 layer = adopt(cache, index, memory.kind, memory.window, memory.sinks)
             seen, padded_before = layer.seen, layer.padded
-        if "cu_seq_lens_q" in kwargs or _is_packed(position_ids):
+        plain = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if "cu_seq_lens_q" in kwargs or _is_packed(position_ids, plain):
             raise RetrofitError(
                 "packed sequences cannot be separated in a memory: give one sequence per row, padded on the left"
             )
         capacity = min(memory.capacity for memory in memories.values())
         pad, min_pad, max_pad = None, 0, 0
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            pad = left_padding(mask, seen, new)
+        if plain is not None:
+            pad = left_padding(plain, seen, new)
         elif mask is not None and seen + new > capacity:
             raise RetrofitError(
                 "a memory needs the plain 2D attention mask (batch, tokens), not one that says who sees whom"
@@ -283,14 +284,15 @@ def name_every_file(folder: Path, family: str) -> None:
         )
 
 
-def _is_packed(position_ids: Tensor | None) -> bool:
-    """Whether positions start again inside a row, as several sequences packed into one do."""
+def _is_packed(position_ids: Tensor | None, mask: Tensor | None) -> bool:
+    """Whether positions start again inside a row, as several sequences packed into one do; padding may hold any."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return False
-    steps = position_ids[..., 1:] - position_ids[..., :-1]
-    # padding may repeat a position on its left edge (0 0 0 1 2, 1 1 1 0 1 2): a reset counts only after positions have
-    # grown
-    return bool(((steps < 0) & ((steps > 0).cumsum(-1) > 0)).any())
+    back = position_ids[..., 1:] < position_ids[..., :-1]
+    if mask is not None:
+        real = mask[:, -position_ids.shape[-1] :].bool()
+        back = back & real[:, 1:] & real[:, :-1]
+    return bool(back.any())
 
 
 def _cache_layers(cache: Cache | None) -> list[Any]:

@@ -24,7 +24,7 @@ def load_config(path: str, **kwargs: Any) -> Any:
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise RetrofitError(f"{path} has no config.json: it is not a checkpoint folder")
     try:
-        config = AutoConfig.from_pretrained(path, **kwargs)
+        config = AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **kwargs})
     except HFValidationError:
         raise RetrofitError(f"there is no folder {path!r}, and it is not a Hub id (user/name) either") from None
     except (OSError, ValueError, json.JSONDecodeError) as error:

@@ -100,7 +100,7 @@ def test_no_verb_shows_the_help() -> None:
         (["generate", "model", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "model", "--prompt", "x", "--temperature", "-1"], "--temperature"),
         (["demo", "--memory", "ahn-gnd"], "did you mean 'ahn-gdn'?"),
-        (["bench", "window", "--length", "100", "--window", "200"], "no token leaves a window"),
+        (["bench", "window", "--length", "100", "--window", "200"], "nothing leaves a window"),
         (["bench", "window", "--heads", "3"], "heads=3 is not a multiple"),
         (["bench", "scan", "--length", "8", "--repeats", "0"], "repeats=0"),
         (["bench", "decode", "--long", "512"], "contexts of 1024 and 512"),

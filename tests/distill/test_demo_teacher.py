@@ -1,4 +1,4 @@
-"""The demo's teacher: what it is asked in each stage, and that a lesson teaches. Whether it recalls takes the demo itself."""
+"""The demo's teacher: what each stage asks, and that lessons teach. Whether it recalls only the demo itself shows."""
 
 import pytest
 import torch

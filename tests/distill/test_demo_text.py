@@ -1,5 +1,7 @@
 """The demo's text: deterministic, names and surnames side by side, distances as one counts them by hand."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -38,14 +40,14 @@ def test_shape_and_range() -> None:
 
 def test_a_surname_follows_every_name_and_nothing_else(texts: list[list[str]]) -> None:
     for words in texts:
-        for word, following in zip(words, words[1:], strict=False):
+        for word, following in pairwise(words):
             assert (word in NAMES) == (following in SURNAMES)
 
 
 def test_a_document_keeps_its_bindings(texts: list[list[str]]) -> None:
     bindings = []
     for words in texts:
-        pairs = {pair for pair in zip(words, words[1:], strict=False) if pair[0] in NAMES}
+        pairs = {pair for pair in pairwise(words) if pair[0] in NAMES}
         assert len(dict(pairs)) == len(pairs), "a name has two surnames"
         assert len({surname for _, surname in pairs}) == len(pairs), "two names share a surname"
         assert 2 <= len(pairs) <= MAX_BINDINGS

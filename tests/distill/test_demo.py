@@ -1,0 +1,117 @@
+"""The demo from end to end on an untrained teacher and a few steps: what it returns, writes and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import retrofit
+from distill import demo
+from distill.demo import run_demo
+from distill.demo_recall import pick_prompt, reload
+from distill.demo_teacher import OnStep, new_model
+from distill.demo_text import NAMES, WORDS, documents, generator
+from patches.errors import RetrofitError
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untrained teacher, three steps, eight held-out documents."""
+
+    def train_teacher(seed: int, on_step: OnStep) -> torch.nn.Module:
+        on_step("copy", 1, 2, 4.0, 0.0)
+        on_step("full", 1, 1, 4.0, 0.0)
+        return new_model(seed).eval()
+
+    monkeypatch.setattr(demo, "train_teacher", train_teacher)
+    for name, value in {"STEPS": 3, "BATCH": 2, "HELD_OUT": 8}.items():
+        monkeypatch.setattr(demo, name, value)
+
+
+def test_from_end_to_end(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(3)
+    random_state = torch.get_rng_state()
+    rows = run_demo(seed=2, output=tmp_path / "out", json_file=tmp_path / "rows.json")
+    assert torch.equal(torch.get_rng_state(), random_state), "the caller's random state was touched"
+
+    assert json.loads((tmp_path / "rows.json").read_text()) == rows
+    assert [row["name"] for row in rows] == ["teacher", "window-only", "window-only, equal memory", "ahn-gdn"]
+    keys = {"name", "far_recall", "kl", "kl_gap_closed", "nll", "state_bytes", "seconds"}
+    assert all(row.keys() == keys for row in rows)
+    teacher, window_only, equal, fitted = rows
+    assert (teacher["kl"], teacher["kl_gap_closed"], window_only["kl_gap_closed"]) == (0.0, 1.0, 0.0)
+    # 2 heads of 32 x 32 floats cost what 16 tokens of 2 heads of 32 keys and values cost
+    assert (window_only["state_bytes"], equal["state_bytes"], fitted["state_bytes"]) == (0, 8192, 8192)
+    assert 0 < equal["kl"] < window_only["kl"]
+    assert fitted["kl"] != window_only["kl"]
+    assert window_only["seconds"] == 0 < fitted["seconds"]
+
+    # what was written is one and the same model, three times
+    ids = documents(2, 100, generator(0, "test"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "out/base")
+    model = retrofit.load_adapter(base, tmp_path / "out/adapter").eval()
+    export = AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
+    assert torch.equal(model(ids).logits, export(ids).logits)
+    assert not torch.equal(model(ids).logits, base(ids).logits)
+    assert (model.config.memory["window"], model.config.memory["sinks"]) == (32, 4)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out/model")("mira")["input_ids"] == [WORDS.index("mira")]
+
+    shown = capsys.readouterr().out
+    assert "ahn-gdn, loaded from the export" in shown
+    assert "surname was last seen" in shown
+
+
+def test_same_seed_same_memory(quick: None) -> None:
+    def fitted(seed: int) -> torch.Tensor:
+        model, _ = demo._distil(new_model(0), "ahn-gdn", seed)
+        return torch.cat([parameter.flatten() for _, parameter in model.memory_parameters()])
+
+    assert torch.equal(fitted(0), fitted(0))
+    assert not torch.equal(fitted(0), fitted(1))
+
+
+@pytest.mark.parametrize(("memory", "says"), [("ahn-gnd", "did you mean 'ahn-gdn'"), ("none", "nothing to distil")])
+def test_refuses_a_memory_before_training(tmp_path: Path, memory: str, says: str) -> None:
+    with pytest.raises(RetrofitError, match=says):
+        run_demo(memory=memory, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_refuses_a_taken_output_before_training(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("kept")
+    with pytest.raises(RetrofitError, match="--overwrite"):
+        run_demo(output=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_export_that_computes_something_else_is_noticed(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(folder: Path, ids: torch.Tensor, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(*ids.shape, len(WORDS)), prompt
+
+    monkeypatch.setattr(demo, "reload", other)
+    with pytest.raises(RetrofitError, match="does not compute"):
+        run_demo(output=tmp_path / "out")
+
+
+def test_a_broken_export_is_told_in_one_sentence(tmp_path: Path) -> None:
+    prompt = documents(1, 9, generator(0, "test"))
+    with pytest.raises(RetrofitError, match="does not load in a fresh process"):
+        reload(tmp_path, prompt, prompt[0])
+
+
+def test_prompt_is_the_earliest_far_question() -> None:
+    ids = documents(20, 256, generator(0, "test"))
+    prompt, ago = pick_prompt(ids, exact=36)
+    found = []
+    for row in ids.tolist():
+        seen: dict[int, int] = {}
+        for at in range(1, len(row)):
+            if WORDS[row[at - 1]] in NAMES:
+                if at - seen.get(row[at - 1], at) > 72:
+                    found.append((at, at - seen[row[at - 1]], row[:at]))
+                seen[row[at - 1]] = at
+    assert (len(prompt), ago, prompt.tolist()) == min(found, key=lambda place: place[0])

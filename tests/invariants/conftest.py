@@ -1,0 +1,36 @@
+"""Every invariant runs over every kind of memory and every family; its finer points on each kind with one family."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from patches.kinds import KINDS
+from tests.helpers import awake
+
+FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of memory in turn; a new one is in as soon as it is in ``patches.kinds``."""
+    return request.param
+
+
+@pytest.fixture
+def model(base: PreTrainedModel, kind: str) -> Any:
+    """Each family with each kind, W = 8 and S = 2, its parameters pushed away from where they start."""
+    return awake(base, kind)
+
+
+@pytest.fixture
+def partner(kind: str, make_base: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """One base for each kind, the families taking turns."""
+    return make_base(FAMILIES[list(KINDS).index(kind) % len(FAMILIES)])
+
+
+@pytest.fixture
+def one_model(partner: PreTrainedModel, kind: str) -> Any:
+    """Each kind on one family, awake."""
+    return awake(partner, kind)

@@ -1,0 +1,130 @@
+"""Invariant 4: one call, pieces of any size, token by token and no cache are one computation.
+
+Held to 1e-9 in float64, where nothing but a mistake is that large, and to 1e-5 in float32 as promised.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, PreTrainedModel
+
+from patches.kinds import KINDS
+from tests.conftest import tiny_base
+from tests.helpers import ON_A_WINDOW, VARIANTS, awake, capacity, close, feed, logits, tokens
+
+MakeBase = Callable[..., PreTrainedModel]
+LENGTH = 30
+SIZES = ([1] * 30, [5, 12, 1, 1, 11], [10, 1, 19], [9, 2, 8, 11])
+
+
+def test_any_pieces(base: PreTrainedModel, kind: str) -> None:
+    model = awake(base.double(), kind)
+    ids = tokens(2, LENGTH)
+    whole = logits(model, ids)
+    for sizes in SIZES:
+        close(feed(model, ids, sizes)[0], whole)
+
+
+def test_any_pieces_in_float32(base: PreTrainedModel, kind: str) -> None:
+    model = awake(base, kind, push=0.03)
+    ids = tokens(2, LENGTH)
+    close(feed(model, ids, SIZES[1])[0], logits(model, ids))
+
+
+def test_eager_attention(kind: str, make_base: MakeBase) -> None:
+    model = awake(make_base("Qwen3", attn_implementation="eager").double(), kind)
+    ids = tokens(2, LENGTH)
+    # the base's eager softmax is in float32 whatever the model is in
+    close(feed(model, ids, SIZES[1])[0], logits(model, ids), 1e-6)
+
+
+@pytest.mark.parametrize("over", [0, 1, 2])
+def test_the_first_eviction_anywhere(partner: PreTrainedModel, kind: str, over: int) -> None:
+    model = awake(partner.double(), kind)
+    first = capacity(model) + over
+    ids = tokens(2, first + 5)
+    close(feed(model, ids, [first, *[1] * 5])[0], logits(model, ids))
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (1, 3), (8, 0), (3, 9)])
+def test_any_window_and_sinks(partner: PreTrainedModel, kind: str, window: int, sinks: int) -> None:
+    model = awake(partner.double(), kind, window, sinks)
+    ids = tokens(2, LENGTH)
+    whole = logits(model, ids)
+    for sizes in SIZES[:2]:
+        close(feed(model, ids, sizes)[0], whole)
+
+
+@pytest.mark.parametrize("others", ["full", "window"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_memory_on_some_layers(partner: PreTrainedModel, kind: str, layer: int, others: str) -> None:
+    model = awake(partner.double(), kind, layers=[layer], others=others)
+    ids = tokens(2, LENGTH)
+    close(feed(model, ids, SIZES[1])[0], logits(model, ids))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whatever_the_attention_is_like(variant: str, kind: str, make_base: MakeBase) -> None:
+    family, overrides = VARIANTS[variant]
+    model = awake(make_base(family, **overrides).double(), kind)
+    ids = tokens(2, LENGTH)
+    close(feed(model, ids, SIZES[1])[0], logits(model, ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_pieces_and_sizes_nobody_thought_of(kind: str, data: st.DataObject) -> None:
+    window, sinks = data.draw(st.integers(1, 12), "window"), data.draw(st.integers(0, 14), "sinks")
+    sizes = data.draw(st.lists(st.integers(1, 20), min_size=2, max_size=5), "sizes")
+    model = awake(tiny_base("Mistral").double(), kind, window, sinks)
+    ids = tokens(2, sum(sizes))
+    close(feed(model, ids, sizes)[0], logits(model, ids))
+
+
+def test_embeddings_instead_of_ids_and_the_returned_cache(partner: PreTrainedModel, kind: str) -> None:
+    model = awake(partner.double(), kind)
+    ids = tokens(2, LENGTH)
+    embeddings = model.get_input_embeddings()(ids)
+    with torch.no_grad():
+        out = model(inputs_embeds=embeddings[:, :20], use_cache=True)
+        last = model(inputs_embeds=embeddings[:, 20:], past_key_values=out.past_key_values).logits
+    close(last, logits(model, ids)[:, 20:])
+    assert out.past_key_values.get_seq_length() == LENGTH
+
+
+def test_a_cache_is_used_again_after_reset(one_model: Any) -> None:
+    ids = tokens(2, LENGTH)
+    first, cache = feed(one_model, ids, [20, 10])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    again, _ = feed(one_model, ids, [20, 10], cache=cache)
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ON_A_WINDOW)  # what a policy drops may hang on the last bit
+def test_in_half_precision(partner: PreTrainedModel, kind: str, dtype: torch.dtype) -> None:
+    ids = tokens(2, LENGTH)
+    whole = logits(awake(partner, kind, push=0.03), ids)
+    model = awake(partner.to(dtype), kind, push=0.03)
+    pieces, cache = feed(model, ids, SIZES[1])
+    assert pieces.dtype == dtype
+    close(pieces.float(), whole, 8 * torch.finfo(dtype).eps * float(whole.abs().max()))
+    for name, tensor in cache.layers[0].state.items():
+        assert tensor.dtype.itemsize >= 4, f"the state's {name} is kept in {tensor.dtype}"
+
+
+@pytest.mark.parametrize("kind", ON_A_WINDOW)
+def test_mixed_precision(partner: PreTrainedModel, kind: str) -> None:
+    model = awake(partner, kind, push=0.03)
+    ids = tokens(2, LENGTH)
+    whole = logits(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        pieces, cache = feed(model, ids, SIZES[1])
+    close(pieces.float(), whole, 8 * torch.finfo(torch.bfloat16).eps * float(whole.abs().max()))
+    assert all(tensor.dtype.itemsize >= 4 for tensor in cache.layers[0].state.values())

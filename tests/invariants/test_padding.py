@@ -1,0 +1,127 @@
+"""Invariant 5: a left-padded batch equals each row alone; padding is never written and never counts as a sink."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from patches.kinds import KINDS
+from tests.conftest import tiny_base
+from tests.helpers import ON_A_WINDOW, awake, close, feed, left_mask, logits, tokens
+
+MakeBase = Callable[..., PreTrainedModel]
+# beyond the capacity of 10, just there, below it, fewer tokens than sinks
+LENGTHS = (30, 19, 10, 3, 1)
+TOTAL = 30
+
+
+def assert_rows_are_alone(model: Any, batch: Tensor, ids: Tensor, lengths: tuple[int, ...]) -> None:
+    """Each row's logits at its real tokens are those it has without the others and without padding."""
+    for row, length in enumerate(lengths):
+        if length:
+            close(batch[row, -length:], logits(model, ids[row : row + 1, -length:])[0])
+
+
+def test_a_padded_batch_is_its_rows(base: PreTrainedModel, kind: str) -> None:
+    model = awake(base.double(), kind)
+    ids, mask = tokens(5, TOTAL), left_mask(LENGTHS, TOTAL)
+    assert_rows_are_alone(model, logits(model, ids, mask), ids, LENGTHS)
+    for sizes in ([TOTAL - 6, *[1] * 6], [7, 6, 1, 1, 15]):  # the last: pieces of nothing but padding in some rows
+        assert_rows_are_alone(model, feed(model, ids, sizes, mask)[0], ids, LENGTHS)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (1, 3), (3, 9), (8, 0)])
+def test_any_window_and_sinks(partner: PreTrainedModel, kind: str, window: int, sinks: int) -> None:
+    model = awake(partner.double(), kind, window, sinks)
+    ids, mask = tokens(5, TOTAL), left_mask(LENGTHS, TOTAL)
+    assert_rows_are_alone(model, logits(model, ids, mask), ids, LENGTHS)
+    assert_rows_are_alone(model, feed(model, ids, [9, 1, 13, 1, 6], mask)[0], ids, LENGTHS)
+
+
+@pytest.mark.parametrize("others", ["full", "window"])
+def test_memory_on_some_layers(kind: str, others: str, make_base: MakeBase) -> None:
+    model = awake(make_base("Qwen2", attn_implementation="eager"), kind, layers=[1], others=others, push=0.03)
+    ids, mask = tokens(5, TOTAL), left_mask(LENGTHS, TOTAL)
+    assert_rows_are_alone(model, feed(model, ids, [7, 6, 1, 1, 15], mask)[0], ids, LENGTHS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_lengths_and_pieces_nobody_thought_of(kind: str, data: st.DataObject) -> None:
+    window, sinks = data.draw(st.integers(1, 10), "window"), data.draw(st.integers(0, 10), "sinks")
+    sizes = data.draw(st.lists(st.integers(1, 15), min_size=1, max_size=5), "sizes")
+    lengths = tuple(data.draw(st.lists(st.integers(0, sum(sizes)), min_size=1, max_size=3), "lengths"))
+    model = awake(tiny_base("Qwen3").double(), kind, window, sinks)
+    ids, mask = tokens(len(lengths), sum(sizes)), left_mask(lengths, sum(sizes))
+    batch = feed(model, ids, sizes, mask)[0]
+    assert not batch.isnan().any()
+    assert_rows_are_alone(model, batch, ids, lengths)
+
+
+def test_what_stands_in_the_padding_does_not_matter(one_model: Any) -> None:
+    ids, other, mask = tokens(2, TOTAL), tokens(2, TOTAL, seed=1), left_mask([TOTAL, 14], TOTAL)
+    other = torch.where(mask.bool(), ids, other)
+    assert not torch.equal(ids, other)
+    for ours, theirs in (
+        (logits(one_model, ids, mask), logits(one_model, other, mask)),
+        (feed(one_model, ids, [9, 20, 1], mask)[0], feed(one_model, other, [9, 20, 1], mask)[0]),
+    ):
+        assert torch.equal(ours[mask.bool()], theirs[mask.bool()])
+
+
+@pytest.mark.parametrize("kind", ON_A_WINDOW)
+def test_the_state_holds_no_padding(partner: PreTrainedModel, kind: str) -> None:
+    model = awake(partner.double(), kind)
+    ids, mask = tokens(2, TOTAL), left_mask([TOTAL, 16], TOTAL)
+    _, batch = feed(model, ids, [12, 18], mask)
+    _, alone = feed(model, ids[1:, -16:], [16])
+    for ours, theirs in zip(batch.layers, alone.layers, strict=True):
+        assert ours.state.keys() == theirs.state.keys()
+        for name, tensor in ours.state.items():
+            close(tensor[1:], theirs.state[name])
+        if ours.state:  # a row of fewer tokens than the capacity has written nothing
+            _, short = feed(model, ids, [12, 18], left_mask([TOTAL, 8], TOTAL))
+            assert all(not tensor[1].any() for layer in short.layers for tensor in layer.state.values())
+
+
+def test_positions_given_by_hand(partner: PreTrainedModel, kind: str) -> None:
+    """As ``generate`` makes them: counted from the first real token, something else in the padding."""
+    model = awake(partner.double(), kind)
+    ids, mask = tokens(5, TOTAL), left_mask(LENGTHS, TOTAL)
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    cache, out = DynamicCache(), []
+    with torch.no_grad():
+        for start, end in ((0, 14), (14, 15), (15, TOTAL)):
+            out.append(
+                model(
+                    ids[:, start:end],
+                    attention_mask=mask[:, :end],
+                    position_ids=positions[:, start:end],
+                    past_key_values=cache,
+                ).logits
+            )
+    assert_rows_are_alone(model, torch.cat(out, 1), ids, LENGTHS)
+
+
+def test_right_padding_in_training(partner: PreTrainedModel, kind: str) -> None:
+    model = awake(partner.double(), kind)
+    ids, mask = tokens(3, TOTAL), left_mask([TOTAL, 18, 4], TOTAL).flip(1)
+    labels = ids.masked_fill(mask == 0, -100)
+    batch = logits(model, ids, mask)
+    for row, length in enumerate((TOTAL, 18, 4)):
+        close(batch[row, :length], logits(model, ids[row : row + 1, :length])[0])
+    loss = model(ids, attention_mask=mask, labels=labels).loss
+    assert loss.isfinite()
+
+
+def test_a_row_that_is_all_padding_harms_no_other(one_model: Any) -> None:
+    ids = tokens(2, TOTAL)
+    batch = logits(one_model, ids, left_mask([TOTAL, 0], TOTAL))
+    close(batch[0], logits(one_model, ids[:1])[0])
+    assert not batch.isnan().any()

@@ -1,0 +1,69 @@
+"""Invariant 12: a state lives in its cache alone, and goes where its cache goes."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from tests.helpers import awake, close, feed, left_mask, logits, tokens
+
+LENGTH = 30
+
+
+def test_two_generations_in_turn(one_model: Any) -> None:
+    texts = [tokens(2, LENGTH, seed) for seed in (0, 1)]
+    alone = [feed(one_model, ids, [12, *[1] * 18])[0] for ids in texts]
+    caches, out = [DynamicCache(), DynamicCache()], [[], []]
+    for start, end in [(0, 12), *((t, t + 1) for t in range(12, LENGTH))]:
+        for which, ids in enumerate(texts):
+            out[which].append(feed(one_model, ids[:, start:end], [end - start], cache=caches[which])[0])
+    for which in (0, 1):
+        assert torch.equal(torch.cat(out[which], 1), alone[which])
+
+
+def test_nothing_of_a_text_stays_on_the_model(one_model: Any) -> None:
+    ids = tokens(2, LENGTH)
+    before = logits(one_model, ids)
+    feed(one_model, tokens(3, 50, seed=1), [50])
+    logits(one_model, tokens(1, 50, seed=2))
+    assert torch.equal(logits(one_model, ids), before)
+
+
+def test_a_copy_goes_its_own_way(one_model: Any) -> None:
+    ids, other = tokens(2, LENGTH), tokens(2, 8, seed=1)
+    for length in (6, 20):  # before and after the first eviction
+        _, cache = feed(one_model, ids[:, :length], [length])
+        twin = copy.deepcopy(cache)
+        feed(one_model, other, [1] * 8, cache=twin)
+        ours, _ = feed(one_model, ids[:, length:], [1] * (LENGTH - length), cache=cache)
+        assert torch.equal(ours, feed(one_model, ids, [length, *[1] * (LENGTH - length)])[0][:, length:])
+
+
+def test_rows_are_repeated_reordered_and_selected(partner: PreTrainedModel, kind: str) -> None:
+    """What beam search and the like do to a cache, rows of very different lengths in it."""
+    model = awake(partner.double(), kind)
+    ids, mask = tokens(3, LENGTH), left_mask([LENGTH, 17, 9], LENGTH)
+    changes = {
+        "reorder_cache": (torch.tensor([2, 0, 1]), [2, 0, 1]),
+        "batch_repeat_interleave": (2, [0, 0, 1, 1, 2, 2]),
+        "batch_select_indices": (torch.tensor([1, 2]), [1, 2]),  # the longest row leaves: all the others have padding
+    }
+    for start in (9, 22):  # before and after the first eviction
+        for change, (argument, rows) in changes.items():
+            _, cache = feed(model, ids[:, :start], [start], mask)
+            getattr(cache, change)(argument)
+            ours, _ = feed(model, ids[rows, start:], [1, 1, LENGTH - start - 2], mask[rows], cache)
+            whole = logits(model, ids[rows], mask[rows])[:, start:]
+            real = mask[rows, start:].bool()
+            close(ours[real], whole[real])
+
+
+def test_offloading_and_back(one_model: Any) -> None:
+    ids = tokens(2, LENGTH)
+    whole, _ = feed(one_model, ids, [20, 1, 9])
+    _, cache = feed(one_model, ids[:, :20], [20])
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    assert torch.equal(feed(one_model, ids[:, 20:], [1, 9], cache=cache)[0], whole[:, 20:])

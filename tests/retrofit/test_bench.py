@@ -1,0 +1,85 @@
+"""Benchmarks: that they compare what they say, and measure memory right. Never how fast anything is."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from patches.errors import RetrofitError
+from retrofit.bench import decode, scan, window
+from retrofit.bench.timing import PEAK_RESET, interleaved, peak_extra_bytes, ratios, spread
+
+SMALL = window.Case(length=70, window=16, sinks=3, heads=2, kv_heads=1, head_dim=8)
+
+
+def test_rounds_interleave_the_arms_and_do_not_count_the_first() -> None:
+    order: list[str] = []
+    seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=2)
+    assert order == ["a", "b"] * 3
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
+    with pytest.raises(RetrofitError, match="repeats=0"):
+        interleaved({}, repeats=0)
+
+
+def test_spread_is_the_median_and_the_quartiles() -> None:
+    assert spread("x", [5.0, 1.0, 2.0, 4.0, 3.0]) == {"x": 3.0, "x_low": 2.0, "x_high": 4.0}
+    assert spread("x", [7.0]) == {"x": 7.0, "x_low": 7.0, "x_high": 7.0}
+    assert ratios([6.0, 2.0], [3.0, 4.0]) == [2.0, 0.5]
+
+
+def after_holding_more(elements: int) -> Callable[[], torch.Tensor]:
+    torch.ones(4 * elements)
+    return functools.partial(torch.ones, elements)
+
+
+@pytest.mark.skipif(not PEAK_RESET.exists(), reason="peak memory is read from Linux's /proc")
+def test_peak_memory_counts_what_the_call_holds_and_nothing_before_it() -> None:
+    held = peak_extra_bytes(after_holding_more, 2**24)
+    assert held is not None
+    assert held == pytest.approx(4 * 2**24, abs=2**22)
+
+
+def test_the_dense_mask_shows_the_window_and_the_sinks() -> None:
+    mask = window.dense_mask(SMALL)
+    seen = [[j <= t and (t - j < SMALL.window or j < SMALL.sinks) for j in range(70)] for t in range(70)]
+    assert mask.tolist() == seen
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_window_rows(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = iter([6 * 2**20, 2 * 2**20])  # each would start a process
+    monkeypatch.setattr(window, "peak_extra_bytes", lambda prepare, case: prepare(case)() is not None and next(held))
+    dense, blocked, ratio = window.run(dataclasses.replace(SMALL, backward=backward), repeats=1)
+    assert [dense["name"], blocked["name"], ratio["name"]] == ["dense mask", "blocked", "dense / blocked"]
+    assert [row["extra_mib"] for row in (dense, blocked, ratio)] == [6, 2, 3]
+    assert ratio["seconds"] == pytest.approx(dense["seconds"] / blocked["seconds"])
+    assert set(window.COLUMNS) == set(ratio)
+
+
+def test_forms_that_differ_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = window.window_attention
+    monkeypatch.setattr(window, "window_attention", lambda *a, **k: original(*a, **{**k, "scale": 1.0}))
+    with pytest.raises(RetrofitError, match="differ"):
+        window.run(SMALL, repeats=1)
+    monkeypatch.setitem(scan.FORMS, "chunked", lambda *a, **k: (a[0], a[0]))
+    with pytest.raises(RetrofitError, match="differ"):
+        scan.run(scan.Case(length=20, heads=1, head_dim=4), repeats=1)
+
+
+def test_scan_rows() -> None:
+    rows = scan.run(scan.Case(length=70, heads=1, head_dim=4), repeats=2)
+    assert [row["pass"] for row in rows] == 3 * ["forward"] + 3 * ["forward + backward"]
+    assert [row["name"] for row in rows[:3]] == ["token loop", "chunked", "loop / chunked"]
+    assert set(scan.COLUMNS) == set(rows[0])
+
+
+@pytest.mark.parametrize("memory", ["ahn-gdn", "ahn-dn", "none"])
+def test_decoding_holds_the_same_bytes_at_any_context(memory: str) -> None:
+    case = decode.Case(memory, window=8, sinks=2, layers=1, hidden=128, short=20, long=80)
+    full_short, full_long, full_ratio, short, long, ratio = decode.run(case, repeats=1)
+    assert (short["context"], long["context"]) == (20, 80)
+    assert ratio["cache_bytes"] == 1.0
+    assert 0 < long["cache_bytes"] == short["cache_bytes"] < full_long["cache_bytes"]
+    assert full_ratio["cache_bytes"] == round(full_long["cache_bytes"] / full_short["cache_bytes"], 4) > 3

@@ -57,7 +57,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")
 
 Base = Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the base: a folder or a Hub id.")]
-Memory = Annotated[str, typer.Option(help="Kind of memory: ahn-gdn, ahn-dn, or none (sinks and window only).")]
+Memory = Annotated[str, typer.Option(help="Kind of memory, ahn-gdn for one; none keeps sinks and window only.")]
 Window = Annotated[int, typer.Option(help="W: the last tokens, kept exactly.")]
 Sinks = Annotated[int, typer.Option(help="S: the first tokens, kept exactly.")]
 Options = Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the memory.")]
@@ -110,7 +110,7 @@ def distill(
     source: Annotated[str, typer.Argument(metavar="BASE|RECIPE", help="A checkpoint, a recipe's .yaml or its name.")],
     base: Annotated[str | None, typer.Option(help="Checkpoint, where a recipe comes first.")] = None,
     data: Annotated[str | None, typer.Option(help="Text, JSONL, Parquet, a datasets folder or a Hub id.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Kind of memory: ahn-gdn or ahn-dn.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Kind of memory, ahn-gdn for one.")] = None,
     window: Annotated[int | None, typer.Option(help="W: the last tokens, kept exactly.")] = None,
     sinks: Annotated[int | None, typer.Option(help="S: the first tokens, kept exactly.")] = None,
     option: Options = None,
@@ -183,6 +183,30 @@ def merge(
     _export(lambda: retrofit.load_adapter(base, adapter), base, output, overwrite)
 
 
+@app.command(
+    epilog=example(
+        "retrofit convert Qwen/Qwen2.5-3B-Instruct ByteDance-Seed/AHN-GDN-for-Qwen-2.5-Instruct-3B -o ahn-gdn-3b"
+    )
+)
+def convert(
+    base: Base,
+    ahn: Annotated[str, typer.Argument(metavar="AHN", help="Published AHN weights: a folder or a Hub id.")],
+    output: Output,
+    window: Window = 32640,
+    sinks: Sinks = 128,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write AHN weights published for BASE as an adapter. W and S default to AHN's evaluation beyond 32k tokens."""
+    import retrofit
+    from retrofit.files import check_output
+
+    check_output(output, overwrite)
+    model = retrofit.convert_ahn(base, ahn, window, sinks)
+    retrofit.save_adapter(model, output, overwrite)
+    added = sum(parameter.numel() for _, parameter in model.memory_parameters())
+    typer.echo(f"{output}: adapter, memory {model.config.memory['kind']}, {added:,} parameters")
+
+
 @app.command(epilog=example('retrofit generate runs/first/model --prompt "Once upon a time" --max-new-tokens 200'))
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="An exported model, or a base to go with --adapter.")],
@@ -246,6 +270,17 @@ def bench_decode(
 ) -> None:
     """Time per token and cache bytes at two contexts, full attention beside a patched model."""
     _measure("decode", (memory, window, sinks, layers, hidden, short, long), tokens, threads, json_file)
+
+
+@bench.command("capacity", epilog=example("retrofit bench capacity --seeds 200"))
+def bench_capacity(
+    decay: Annotated[float, typer.Option(help="lambda of the decayed row.")] = 0.995,
+    seeds: Annotated[int, typer.Option(help="Random memories of each kind.")] = 60,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """How many pairs a D x D outer-product memory takes until its first is lost, beside the Tensor Cache paper."""
+    _measure("capacity", (decay,), seeds, threads, json_file)
 
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's file, or the name of a shipped one.")]

@@ -55,7 +55,7 @@ def reload(folder: Path, ids: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
     """
     with tempfile.TemporaryDirectory() as scratch:
         request, answer = Path(scratch, "request.safetensors"), Path(scratch, "answer.safetensors")
-        save_file({"ids": ids.contiguous(), "prompt": prompt.contiguous()}, request)
+        save_file({"ids": ids.clone(), "prompt": prompt.clone()}, request)
         done = subprocess.run(
             # -P: the script's own folder, which is part of this package, stays off the path
             [sys.executable, "-P", demo_reload.__file__, str(folder), str(request), str(answer)],
@@ -91,9 +91,7 @@ def print_recall(console: Console, model: Any, prompt: Tensor, ago: int, continu
         asked = at + 1 == len(words) or len(words) - at in (ago, ago + 1)
         style = "bold reverse" if asked else "cyan" if at >= len(words) - memory["window"] else "dim"
         text.append(" ").append(word, style)
-    console.print(
-        f"\nA held-out prompt. {words[-1]}'s surname was last seen {ago} tokens ago; sinks and window hold what is cyan."
-    )
+    console.print(f"\nA held-out prompt: {words[-1]}'s surname was last seen {ago} tokens ago. Cyan: sinks and window.")
     console.print(text)
     plain = window_only(model)
     with model.memory_off():

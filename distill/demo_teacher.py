@@ -29,11 +29,11 @@ ANSWER_WEIGHT = 5.0
 LEARNING_RATE, WARMUP_STEPS, FINAL_SHARE = 3e-3, 50, 0.02
 ATTEMPTS = 3  # initial weights tried before giving up
 
-Progress = Callable[[str, int, int, float, float], None]
+OnStep = Callable[[str, int, int, float, float], None]
 """Called after a step with: stage, steps done, most steps of this stage, loss, accuracy on what can be recalled."""
 
 
-def train_teacher(seed: int, on_step: Progress) -> Qwen2ForCausalLM:
+def train_teacher(seed: int, on_step: OnStep) -> Qwen2ForCausalLM:
     """Train the demo's base model from nothing.
 
     The copying stage ends in a jump that comes after about a thousand steps. Should it not come within COPY_STEPS,
@@ -88,7 +88,7 @@ def copies(count: int, source: torch.Generator) -> tuple[Tensor, Tensor]:
 class _Lessons:
     """One model, its optimizer and the three stages."""
 
-    def __init__(self, seed: int, on_step: Progress) -> None:
+    def __init__(self, seed: int, on_step: OnStep) -> None:
         self.seed, self.on_step = seed, on_step
         self.model = new_model(seed)
         self.copy_source = generator(seed, "copy")

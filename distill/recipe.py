@@ -15,7 +15,7 @@ CHOICES = {
     "others": ("full", "window"),
     "window_sampling": ("fixed", "ahn"),
     "label_shift": ("next", "ahn"),
-    "dtype": ("float32", "bfloat16"),
+    "dtype": ("auto", "float32", "bfloat16"),
 }
 # key: (smallest value, is it itself allowed)
 BOUNDS = {
@@ -51,7 +51,7 @@ class Recipe:
     base: str | None = None  # checkpoint: a folder or a Hub id
     data: str | None = None  # text, JSONL or Parquet file, a folder saved by datasets, a dataset id
     output: str | None = None  # folder for adapter/, model/, metrics.json, log.jsonl, checkpoint-*/
-    dtype: str = "float32"  # of the base; the memory is always fp32
+    dtype: str = "auto"  # of the base, by default the checkpoint's own; the memory is always fp32
 
     # the memory
     memory: str = "ahn-gdn"

@@ -19,29 +19,20 @@ from distill.checkpoint import checkpoints, step_of
 from distill.data import Split, load_rows, load_tokenizer
 from distill.progress import ProgressCallback, RunLog, progress_bar, seconds
 from distill.recipe import Recipe
+from distill.results import COLUMNS, card_details, compare, title
 from distill.stopping import EXIT_STATUS, StopOnSignal
 from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.adapter import WEIGHTS, load_memory_weights
-from retrofit.baselines import equal_memory_window, row_bytes, window_only
-from retrofit.evaluate import evaluate, gap_closed
-from retrofit.files import check_output, write_folder, write_json, write_text
+from retrofit.export import export_model
+from retrofit.files import check_output, write_json, write_text
 from retrofit.loading import load_config
 from retrofit.table import print_table
 
 RECIPE_FILE = "recipe.yaml"
 # what may differ between a run and its resumption without changing the result
 FREE_ON_RESUME = {"output", "eval_steps", "save_steps", "save_total_limit"}
-COLUMNS = {
-    "name": ("", ""),
-    "window": ("window", "d"),
-    "kl": ("KL to teacher", ".4f"),
-    "kl_gap_closed": ("gap closed", ".1%"),
-    "nll": ("NLL", ".4f"),
-    "state_bytes": ("state bytes", ",d"),
-    "seconds": ("seconds", ".0f"),
-}
 
 
 def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -92,38 +83,30 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
 
     try:
         state = _fit(model, recipe, split, output, earlier[-1] if earlier else None, console)
-        rows = _compare(model, recipe, split, seconds(state), console)
+        rows = compare(model, recipe, split, seconds(state), console)
     except KeyboardInterrupt:
+        saved = checkpoints(output)
+        at = f"at step {step_of(saved[-1])} of {recipe.steps}" if saved else "before its first checkpoint"
         again = f"retrofit distill {shlex.quote(str(output / RECIPE_FILE))} --resume"
-        at = (
-            f"at step {step_of(saved[-1])} of {recipe.steps}"
-            if (saved := checkpoints(output))
-            else "before a checkpoint"
-        )
         console.print(f"stopped {at}; continue with:\n  {again}", highlight=False, soft_wrap=True)
         raise SystemExit(EXIT_STATUS) from None
 
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     metrics = {
         "recipe": recipe.to_dict(),
         "rows": rows,
-        "tokens": {
-            "all": split.tokens,
-            "trained on": split.train.rows.numel(),
-            "held out": split.held_out.rows.numel(),
-        },
+        "tokens": {"all": split.tokens, "train": split.train.rows.numel(), "held_out": split.held_out.rows.numel()},
         "parameters": {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()},
         "curve": state.log_history,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")}
         | {"python": platform.python_version()},
     }
-    retrofit.save_adapter(model, output / "adapter", overwrite=True)
-    with write_folder(output / "model", overwrite=True) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    details = card_details(recipe, rows, command)
+    retrofit.save_adapter(model, output / "adapter", overwrite=True, details=details)
+    export_model(model, output / "model", tokenizer, overwrite=True, details=details)
     write_json(output / "metrics.json", metrics)
-    scored = f"{min(recipe.eval_rows, len(split.held_out))} held-out rows of {recipe.seq_len} tokens, past the window"
-    print_table(f"{scored}; state bytes of one layer", rows, COLUMNS)
+    print_table(title(recipe, split), rows, COLUMNS)
     return metrics
 
 
@@ -195,42 +178,3 @@ def _fit(
     if stop.received is not None:
         raise KeyboardInterrupt
     return trainer.state
-
-
-def _compare(model: Any, recipe: Recipe, split: Split, fitted_in: float, console: Console) -> list[dict[str, Any]]:
-    """The table's rows: teacher, window-only, window-only with as many bytes as the memory, and the memory."""
-    wide = equal_memory_window(model)
-    models = {
-        "window-only": window_only(model),
-        "window-only, equal memory": window_only(model, wide),
-        recipe.memory: model,
-    }
-    sequences = split.held_out.head(recipe.eval_rows).rows.long()
-    with progress_bar("scoring held-out rows", len(sequences), console=console) as bar:
-        scores = evaluate(
-            models,
-            sequences,
-            start=recipe.window + recipe.sinks,
-            batch_size=recipe.batch_size,
-            on_batch=lambda done, _: bar.update(done, tokens=recipe.seq_len),
-        )
-    gap = scores["window-only"].mean_kl
-    state = retrofit.state_bytes(model)
-    shape = {  # window, bytes a sequence keeps in a layer besides sinks and W tokens, seconds of fitting
-        "teacher": (None, None, None),
-        "window-only": (recipe.window, 0, 0.0),
-        "window-only, equal memory": (wide, (wide - recipe.window) * row_bytes(model.config, model.dtype), 0.0),
-        recipe.memory: (recipe.window, state, fitted_in),
-    }
-    return [
-        {
-            "name": name,
-            "window": shape[name][0],
-            "kl": score.mean_kl,
-            "kl_gap_closed": gap_closed(score.mean_kl, gap),
-            "nll": score.mean_nll,
-            "state_bytes": shape[name][1],
-            "seconds": shape[name][2],
-        }
-        for name, score in scores.items()
-    ]

@@ -107,7 +107,7 @@ class DistillTrainer(Trainer):
         if not loss.isfinite():
             raise RetrofitError(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}: the run stopped before this step was "
-                "applied; resume from an earlier checkpoint with a smaller learning rate, or look at the data there"
+                "applied; start again with a smaller learning rate, or look at the data it had reached"
             )
         return (loss, {}) if return_outputs else loss
 

@@ -3,7 +3,17 @@
 from patches.errors import RetrofitError
 
 from .adapter import load_adapter, push_adapter, save_adapter
+from .convert import convert_ahn
 from .measure import cache_bytes, state_bytes
 from .patching import patch
 
-__all__ = ["RetrofitError", "cache_bytes", "load_adapter", "patch", "push_adapter", "save_adapter", "state_bytes"]
+__all__ = [
+    "RetrofitError",
+    "cache_bytes",
+    "convert_ahn",
+    "load_adapter",
+    "patch",
+    "push_adapter",
+    "save_adapter",
+    "state_bytes",
+]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError
+from patches.kinds import find_kind
 
 from .card import adapter_card
 from .families import is_retrofit
+from .fetch import fetch_folder, first_line
 from .files import write_folder, write_json, write_text
 from .fingerprint import difference, fingerprint
 from .patching import patch
@@ -83,9 +85,10 @@ def load_adapter(
     Raises:
         RetrofitError: no adapter there, a damaged file, weights that do not fit, or another base.
     """
-    folder = _fetch(path, revision, token)
+    folder = fetch_folder(path, [CONFIG, WEIGHTS, "README.md"], "adapter", revision, token)
     config = read_adapter_config(folder)
     memory = MemoryConfig.from_dict(config["memory"])
+    find_kind(memory.kind).read_options(memory.options)
     model = patch(
         base,
         memory.kind,
@@ -127,7 +130,7 @@ def push_adapter(
                 repo_id=repo_id, folder_path=Path(folder) / "adapter", commit_message="Upload adapter"
             )
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise RetrofitError(f"the Hub did not take {repo_id}: {_first_line(error)}") from None
+            raise RetrofitError(f"the Hub did not take {repo_id}: {first_line(error)}") from None
     return str(commit)
 
 
@@ -142,8 +145,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise RetrofitError(f"{folder} has no {CONFIG}: it is not an adapter folder")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise RetrofitError(f"{file} cannot be read: {_first_line(error)}") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise RetrofitError(f"{file} cannot be read: {first_line(error)}") from None
     if not isinstance(config, dict) or config.get("peft_type") != PEFT_TYPE:
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise RetrofitError(f"{folder} is an adapter of type {kind!r}, not one of ours ({PEFT_TYPE})")
@@ -169,7 +172,7 @@ def load_memory_weights(model: Any, file: str | Path) -> None:
                 raise RetrofitError(f"{file} {what}: it does not belong to this memory")
             tensors = {name: saved.get_tensor(key) for name, key in names.items()}
     except (SafetensorError, OSError) as error:
-        raise RetrofitError(f"{file} is missing, damaged or cut short: {_first_line(error)}") from None
+        raise RetrofitError(f"{file} is missing, damaged or cut short: {first_line(error)}") from None
     for name, tensor in tensors.items():
         if tensor.shape != parameters[name].shape:
             raise RetrofitError(
@@ -178,23 +181,3 @@ def load_memory_weights(model: Any, file: str | Path) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
-
-
-def _fetch(path: str | Path, revision: str | None, token: str | None) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(
-            snapshot_download(str(path), revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS, "README.md"])
-        )
-    except HFValidationError:
-        raise RetrofitError(f"there is no folder {str(path)!r}, and it is not a Hub id (user/name) either") from None
-    except (HfHubHTTPError, OSError) as error:
-        raise RetrofitError(
-            f"there is no folder {str(path)!r}, and the Hub gave no adapter of that name: {_first_line(error)}"
-        ) from None
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__

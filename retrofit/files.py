@@ -16,11 +16,15 @@ def check_output(path: str | Path, overwrite: bool = False) -> Path:
     """Return ``path`` if a folder may be written there.
 
     Raises:
-        RetrofitError: a file is in the way, or the folder already holds something and ``overwrite`` is False.
+        RetrofitError: a file is in the way, the folder cannot be replaced as a whole, or it already holds something and
+            ``overwrite`` is False.
     """
     path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise RetrofitError(f"{path} is a file, not a folder: choose another output folder")
+    for place in (path, *path.parents):
+        if place.exists() and not place.is_dir():
+            raise RetrofitError(f"{place} is a file, not a folder: choose another output folder")
+    if path.resolve() == Path.cwd() or path.is_mount():
+        raise RetrofitError(f"{path} is the current folder or a mount point: choose a folder inside it")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise RetrofitError(
             f"{path} already holds something: choose another folder or pass --overwrite (overwrite=True)"
@@ -35,7 +39,7 @@ def write_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
     Raises:
         RetrofitError: as :func:`check_output`.
     """
-    path = check_output(path, overwrite)
+    path = check_output(path, overwrite).resolve()  # a link is followed, not replaced
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     draft.chmod(0o755)  # mkdtemp makes it private; what we ship should be as readable as any folder

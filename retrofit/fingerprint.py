@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from patches.errors import RetrofitError
+
 from .families import base_type
 
 # configuration fields that change what the base computes
@@ -39,12 +41,20 @@ def fingerprint(model: Any) -> dict[str, Any]:
 
 
 def difference(expected: dict[str, Any], model: Any) -> str:
-    """What makes ``model`` another base than the one ``expected`` was taken from, in words; empty if nothing does."""
+    """What makes ``model`` another base than the one ``expected`` was taken from, in words; empty if nothing does.
+
+    Raises:
+        RetrofitError: ``expected`` is not what :func:`fingerprint` returns.
+    """
     found = fingerprint(model)
-    for name, value in expected["config"].items():
+    try:
+        settings, theirs = dict(expected["config"]), _decode(expected["samples"])
+    except (KeyError, TypeError, ValueError):
+        raise RetrofitError("the fingerprint of the adapter's base is damaged: fetch the adapter again") from None
+    for name, value in settings.items():
         if found["config"].get(name) != value:
             return f"its {name} is {found['config'].get(name)}, not {value}"
-    theirs, ours = _decode(expected["samples"]), _decode(found["samples"])
+    ours = _decode(found["samples"])
     if theirs.shape != ours.shape:
         return "its weights are not the same ones"
     theirs, ours = theirs.view(-1, SAMPLES), ours.view(-1, SAMPLES)

@@ -1,16 +1,17 @@
 """Loading checkpoints and tokenizers: what transformers says when it cannot, in one sentence."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from patches.errors import RetrofitError
+from patches.modeling import refuse_tensor_parallel
 
 from .families import find_family
+
+SAFELY = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
 
 
 def load_config(path: str, **kwargs: Any) -> Any:
@@ -22,13 +23,11 @@ def load_config(path: str, **kwargs: Any) -> Any:
     if Path(path).is_file():
         raise RetrofitError(f"{path} is a file: give the checkpoint's folder, or a Hub id")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise RetrofitError(f"{path} has no config.json: it is not a checkpoint folder")
+        raise RetrofitError(f"{str(path)!r} has no config.json: it is not a checkpoint folder")
     try:
         config = AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **kwargs})
-    except HFValidationError:
-        raise RetrofitError(f"there is no folder {path!r}, and it is not a Hub id (user/name) either") from None
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise RetrofitError(_explain(path, error)) from None
+    except Exception as error:  # a damaged configuration can fail anywhere in transformers
+        raise RetrofitError(_explain(path, error)) from error
     find_family(config)
     return config
 
@@ -44,15 +43,14 @@ def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
     Raises:
         RetrofitError: as :func:`load_config`, or weights that are missing, damaged or not in safetensors.
     """
+    refuse_tensor_parallel(kwargs)
     load_config(path, **{key: kwargs[key] for key in ("revision", "token", "cache_dir") if key in kwargs})
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, **{"dtype": "auto", "use_safetensors": True, **kwargs, "output_loading_info": True}
-        )
+        model, report = AutoModelForCausalLM.from_pretrained(path, **{**SAFELY, **kwargs, "output_loading_info": True})
     except RetrofitError:
         raise
-    except (OSError, ValueError, SafetensorError, RuntimeError) as error:
-        raise RetrofitError(_explain(path, error)) from None
+    except Exception as error:  # so can damaged weights, or a keyword that from_pretrained does not know
+        raise RetrofitError(_explain(path, error)) from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise RetrofitError(
@@ -68,10 +66,14 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
         RetrofitError: it has none, or it cannot be read.
     """
     try:
-        return AutoTokenizer.from_pretrained(path, **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(path, **{"trust_remote_code": False, **kwargs})
     except Exception as error:  # tokenizers raise bare Exception on a damaged file
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise RetrofitError(f"{path} has no usable tokenizer ({reason}): save one beside the checkpoint") from None
+    # without a file of its own, transformers makes up a tokenizer that knows nothing but its special tokens
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise RetrofitError(f"{path} has no tokenizer: save one beside the checkpoint")
+    return tokenizer
 
 
 def _explain(path: str, error: Exception) -> str:
@@ -80,6 +82,8 @@ def _explain(path: str, error: Exception) -> str:
         return f"{path}: a safetensors file is damaged or cut short ({text[:120]}): fetch the checkpoint again"
     if "does not appear to have a file named" in text or "no file named" in text.lower():
         return f"{path} holds no weights in safetensors format: convert them with save_pretrained first"
+    if "Repo id must" in text:
+        return f"there is no folder {path!r}, and it is not a Hub id (user/name) either"
     if (
         "is not a local folder and is not a valid model identifier" in text
         or "Repository Not Found" in text
@@ -88,8 +92,11 @@ def _explain(path: str, error: Exception) -> str:
         return f"there is no folder {path!r}, and the Hub has no such model (or it is private: set HF_TOKEN)"
     if "couldn't connect" in text or "offline" in text.lower() or "Cannot send a request" in text:
         return f"there is no folder {path!r}, and the Hub cannot be reached to look for it"
-    if "does not recognize this architecture" in text or "Unrecognized model" in text:
+    if "ignore_mismatched_sizes" in text:
+        return f"{path}: config.json and weights differ in their shapes: fetch the checkpoint again"
+    if "does not recognize this architecture" in text or "Unrecognized model" in text or "custom code" in text:
         return (
             f"{path} is of a family that cannot be retrofitted: the families supported are qwen2, qwen3, llama, mistral"
         )
-    return f"{path} cannot be loaded: {text[:240]}"
+    name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return f"{path} cannot be loaded: {name}{text[:240]}"

@@ -1,5 +1,6 @@
 """Patching: a pretrained causal LM becomes one with a bounded memory, on the same storage."""
 
+import copy
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ def patch(
         sinks: first tokens of a sequence, kept exactly for ever.
         layers: indices of the layers that get the memory (default: all).
         others: what the other layers do: ``"full"`` attention, or ``"window"`` (sinks + window without a memory).
-        model_kwargs: for ``from_pretrained`` when ``base`` is a path or id (``dtype``, ``device_map``, ``revision``,
-        ...). **options: the memory's own options.
+        model_kwargs: for ``from_pretrained`` when ``base`` is a path or id (``dtype``, ``device_map``, ...).
+        **options: the memory's own options.
 
     Returns:
         A ``Retrofit<Family>ForCausalLM`` in evaluation or training mode like its base; only the memory requires
@@ -79,7 +80,7 @@ def patch(
     with torch.device("meta"):
         model = family.causal_lm(config)
     _share(base, model)
-    model.generation_config = base.generation_config
+    model.generation_config = copy.deepcopy(base.generation_config)
     if getattr(base, "hf_device_map", None) and len(set(base.hf_device_map.values())) > 1:
         from accelerate import dispatch_model
 
@@ -107,6 +108,11 @@ def _share(base: Any, model: Any) -> None:
         if ".memory." in f"{path}.":
             continue
         source = base.get_submodule(path)
+        if module._parameters.keys() != source._parameters.keys():
+            raise RetrofitError(
+                f"{path} of the base is a {type(source).__name__} with weights its family has not: merge or remove "
+                "what was attached to it (a LoRA adapter, say) first"
+            )
         for name, parameter in source.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
         for name, buffer in source.named_buffers(recurse=False):

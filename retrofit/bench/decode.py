@@ -20,7 +20,7 @@ COLUMNS = {
     "seconds": ("seconds per token", ".5f"),
     "seconds_low": ("quartile", ".5f"),
     "seconds_high": ("quartile", ".5f"),
-    "cache_bytes": ("cache bytes", ",.6g"),
+    "cache_bytes": ("cache bytes", ",.10g"),
 }
 
 
@@ -67,7 +67,9 @@ def run(case: Case, repeats: int = 64) -> list[dict[str, Any]]:
             for context in at
         ]
         ratio = spread("seconds", ratios(at[case.long], at[case.short]))
-        rows.append({"name": f"{name}: long / short", **ratio, "cache_bytes": bytes_[case.long] / bytes_[case.short]})
+        rows.append(
+            {"name": f"{name}: long / short", **ratio, "cache_bytes": round(bytes_[case.long] / bytes_[case.short], 4)}
+        )
     return rows
 
 

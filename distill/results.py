@@ -1,0 +1,101 @@
+"""What a run is worth: the memory beside its teacher and beside windows without a memory, on held-out rows."""
+
+from typing import Any
+
+from rich.console import Console
+
+from distill.data import Split
+from distill.progress import progress_bar
+from distill.recipe import Recipe
+from retrofit.baselines import equal_memory_window, row_bytes, window_only
+from retrofit.evaluate import evaluate, gap_closed
+from retrofit.measure import state_bytes
+
+COLUMNS = {
+    "name": ("", ""),
+    "window": ("window", "d"),
+    "kl": ("KL to teacher", ".4f"),
+    "kl_gap_closed": ("KL gap closed", ".1%"),
+    "nll": ("NLL", ".4f"),
+    "state_bytes": ("state bytes", ",d"),
+    "seconds": ("seconds", ".0f"),
+}
+
+
+def compare(
+    model: Any, recipe: Recipe, split: Split, fitted_in: float, console: Console | None = None
+) -> list[dict[str, Any]]:
+    """Score the model, its teacher and its two baselines on the same positions, those past its own window.
+
+    Args:
+        model: the fitted model, at the recipe's window.
+        fitted_in: seconds its training took.
+
+    Returns:
+        One row each for the teacher, the window-only model, the window-only model whose window costs as many bytes as
+        window and memory together, and the memory: ``name``, ``window``, ``kl`` and ``nll`` (nats, means),
+        ``kl_gap_closed``, ``state_bytes`` (what a sequence keeps in one layer besides the sinks and W tokens) and
+        ``seconds`` of fitting.
+    """
+    wide = equal_memory_window(model)
+    more = (wide - recipe.window) * row_bytes(model.config, model.dtype)
+    models = {  # name: model, window, state bytes, seconds
+        "window-only": (window_only(model), recipe.window, 0, 0.0),
+        "window-only, equal memory": (window_only(model, wide), wide, more, 0.0),
+        recipe.memory: (model, recipe.window, state_bytes(model), fitted_in),
+    }
+    sequences = split.held_out.head(recipe.eval_rows).rows.long()
+    with progress_bar("scoring held-out rows", len(sequences), console=console) as bar:
+        scores = evaluate(
+            {name: one for name, (one, *_) in models.items()},
+            sequences,
+            start=recipe.window + recipe.sinks,
+            batch_size=recipe.batch_size,
+            on_batch=lambda done, _: bar.update(done, tokens=recipe.seq_len),
+        )
+    gap = scores["window-only"].mean_kl
+    rows = []
+    for name, score in scores.items():
+        _, window, state, seconds = models.get(name, (None, None, None, None))  # the teacher has none of them
+        rows.append(
+            {
+                "name": name,
+                "window": window,
+                "kl": score.mean_kl,
+                "kl_gap_closed": gap_closed(score.mean_kl, gap),
+                "nll": score.mean_nll,
+                "state_bytes": state,
+                "seconds": seconds,
+            }
+        )
+    return rows
+
+
+def title(recipe: Recipe, split: Split) -> str:
+    """What the table's figures were measured on."""
+    count = min(recipe.eval_rows, len(split.held_out))
+    return f"{count} held-out rows of {recipe.seq_len} tokens, past the window; state bytes of one layer"
+
+
+def card_details(recipe: Recipe, rows: list[dict[str, Any]], command: str) -> str:
+    """The run in Markdown, for the model cards: data, command, figures."""
+    header = " | ".join(name for name, _ in COLUMNS.values())
+    lines = [f"| {header} |", "|" + " --- |" * len(COLUMNS)]
+    for row in rows:
+        cells = ("" if row[key] is None else format(row[key], spec) for key, (_, spec) in COLUMNS.items())
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            "## How it was made",
+            "",
+            f"{recipe.steps} steps on `{recipe.data}`, the last {recipe.holdout:.0%} of its tokens held out:",
+            "",
+            "```",
+            command,
+            "```",
+            "",
+            "On held-out rows, at positions past the window:",
+            "",
+            *lines,
+        ]
+    )

@@ -1,9 +1,9 @@
-"""Artificial Hippocampus Networks (arXiv 2510.07318): a delta-rule matrix per query head, added before the output
-projection.
+"""Artificial Hippocampus Networks (arXiv 2510.07318): a matrix per query head, added before the output projection.
 
-Names, shapes and initial values are those of the published checkpoints. Where the paper and the code that made them
-differ, the code is followed: queries and keys have unit length, the read is scaled by ``d**-0.5`` and normalised, the
-output gate is a silu.
+Three rules write it: the delta rule, the gated delta rule, and Mamba2's decayed sum. Names, shapes and initial values
+are those of the published checkpoints. Where the paper and the code that made them differ, the code is followed:
+queries and keys have unit length, the read is normalised, the output gate is a silu; the delta rules scale the read by
+``d**-0.5`` and gate after the norm of each head, Mamba2 does not scale and gates before one norm over all heads.
 """
 
 import math
@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from .memory import MatrixMemory
-from .scan import gated_delta_rule
+from .scan import gated_delta_rule, linear_attention
 
 UNIT_EPS = 1e-6  # inside the root of the l2 norm, as in the published models' kernels
 NORM_EPS = 1e-5  # of the RMSNorm after the read
 
 
-class HeadNorm(nn.Module):
-    """RMSNorm over a head, its weight shared by all heads."""
+class ReadNorm(nn.Module):
+    """RMSNorm over the last dimension: one head (its weight shared by all), or all heads together."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -52,7 +52,7 @@ class DeltaNet(MatrixMemory):
         super().__init__(config, window, sinks, options)
         self.b_proj = nn.Linear(self.hidden_size, self.heads, bias=False)
         self.g_proj = nn.Linear(self.hidden_size, self.heads, bias=False)
-        self.o_norm = HeadNorm(self.head_dim)
+        self.o_norm = ReadNorm(self.head_dim)
         self.o_proj = HeadLinear(self.heads, self.head_dim)
 
     def reset_parameters(self) -> None:
@@ -114,6 +114,58 @@ class GatedDeltaNet(DeltaNet):
         return torch.cat([super().write_gates(x), log_decay], -1)
 
 
+class Mamba2(MatrixMemory):
+    """AHN-Mamba2 (appendix, eq. 9): a decayed sum of outer products. Write gate: the step size, from the written token.
+
+    The step is both how much is written and, times ``exp(A_log)``, how much is forgotten.
+    """
+
+    kind = "ahn-mamba2"
+
+    def __init__(self, config: Any, window: int, sinks: int, options: Any):
+        super().__init__(config, window, sinks, options)
+        self.dt_proj = nn.Linear(self.hidden_size, self.heads)
+        self.dt_bias = nn.Parameter(torch.empty(self.heads))  # besides the projection's own: both are published
+        self.A_log = nn.Parameter(torch.empty(self.heads))
+        self.g_proj = nn.Linear(self.hidden_size, self.heads)
+        self.norm = ReadNorm(self.heads * self.head_dim)
+        self.o_proj = HeadLinear(self.heads, self.head_dim)
+
+    def reset_parameters(self) -> None:
+        for projection in (self.dt_proj, self.g_proj):
+            init.normal_(projection.weight, std=0.02)
+            init.zeros_(projection.bias)
+        init.ones_(self.dt_bias)
+        init.copy_(self.A_log, torch.arange(1.0, self.heads + 1).log())
+        init.ones_(self.norm.weight)
+        init.zeros_(self.o_proj.weight)
+
+    def state_elements(self) -> int:
+        return self.heads * self.head_dim**2
+
+    def write_gates(self, x: Tensor) -> Tensor:
+        """The step size of each head, ``(B, n, H)``, float32."""
+        step = _linear(x, self.dt_proj.weight, self.dt_proj.bias)
+        return F.softplus(step + self.dt_bias.to(step.dtype))
+
+    def silence(self, gates: Tensor, valid: Tensor) -> Tensor:
+        # a step of 0 neither writes nor forgets
+        return gates * valid.unsqueeze(-1)
+
+    def read(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        step = gates.transpose(1, 2)  # (B, H, m)
+        groups = self.heads // self.kv_heads
+        q, k, v = (h.to(gates.dtype) for h in (q, k, v))
+        k, v = F.normalize(k, dim=-1).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        log_decay = -step * self.A_log.to(step.dtype).exp()[:, None]
+        read, state = linear_attention(F.normalize(q, dim=-1), k, v * step.unsqueeze(-1), log_decay, state)
+        gate = F.silu(_linear(x, self.g_proj.weight, self.g_proj.bias)).unsqueeze(-1)
+        read = read.transpose(1, 2) * gate  # (B, m, H, D)
+        return self.o_proj(self.norm(read.flatten(2)).view_as(read)), state
+
+
 def unit(x: Tensor) -> Tensor:
     """``x`` scaled to length 1 along its last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
@@ -124,7 +176,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A gate's projection in float32 (or wider), whatever the model's dtype."""
     wide = _wide(x.dtype)
-    return F.linear(x.to(wide), weight.to(wide))
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))

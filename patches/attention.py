@@ -4,6 +4,8 @@ Follow a token here: projected and rotated, it enters the window; W tokens later
 writes it to the state (or, if it is a sink, keeps it); from then on queries read it there.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .cache import adopt
+from .cache import MemoryCacheLayer, adopt
 from .memory import Memory, Step
 from .rotary import Rotary
 
@@ -55,6 +57,11 @@ class MemoryAttention(Host):
         q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
         return q, k, self.v_proj(x).view(shape).transpose(1, 2)
 
+    @property
+    def key_bias(self) -> Tensor | None:
+        """What every key ``(H_kv * D,)`` holds before its rotation; families that normalise keys have none."""
+        return self.k_proj.bias
+
     def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys ``(B, n, heads, D)`` before rotation; families that normalise them override this."""
         return q, k
@@ -87,14 +94,29 @@ class MemoryAttention(Host):
         if not memory_pass.evicting:
             if layer is not None:
                 layer.append_gates(gates)
-            return self.forward(hidden_states, position_embeddings, attention_mask, past_key_values, None, **kwargs)
+            plain = self.forward(hidden_states, position_embeddings, attention_mask, past_key_values, None, **kwargs)
+            if layer is not None and memory.observes:
+                with _at_hand(layer, past_key_values):
+                    memory.observe(self._step(hidden_states, position_embeddings, gates, layer, memory_pass))
+            return plain
 
-        q, k, v = self.rotated_heads(hidden_states, position_embeddings)
-        offloaded = layer if layer is not None and getattr(past_key_values, "offloading", False) else None
-        if offloaded is not None:
-            offloaded.prefetch()
-        step = Step(
-            x=hidden_states,
+        step = self._step(hidden_states, position_embeddings, gates, layer, memory_pass)
+        with _at_hand(layer, past_key_values):
+            heads, added = memory.attend(step)
+        out = self.o_proj(heads.flatten(2))
+        return (out if added is None else out + added), None
+
+    def _step(
+        self,
+        x: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        gates: Tensor | None,
+        layer: MemoryCacheLayer | None,
+        memory_pass: MemoryPass,
+    ) -> Step:
+        q, k, v = self.rotated_heads(x, position_embeddings)
+        return Step(
+            x=x,
             q=q,
             k=k,
             v=v,
@@ -108,9 +130,16 @@ class MemoryAttention(Host):
             rotary=memory_pass.rotary,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
+            key_bias=self.key_bias,
         )
-        heads, added = memory.attend(step)
-        if offloaded is not None:
-            offloaded.offload()
-        out = self.o_proj(heads.flatten(2))
-        return (out if added is None else out + added), None
+
+
+@contextmanager
+def _at_hand(layer: MemoryCacheLayer | None, cache: Cache | None) -> Iterator[None]:
+    """Inside the block the layer's tensors are on their own device, though the cache may offload them."""
+    if layer is None or not getattr(cache, "offloading", False):
+        yield
+        return
+    layer.prefetch()
+    yield
+    layer.offload()

@@ -36,7 +36,8 @@ class MemoryCacheLayer(DynamicLayer):
     """One layer's bounded cache. Every tensor has the batch as its first dimension.
 
     Attributes:
-        keys, values: ``(B, H_kv, seen, D)`` while nothing was evicted, ``(B, H_kv, S + W, D)`` afterwards.
+        keys, values: ``(B, H_kv, seen, D)`` while nothing was evicted, ``(B, H_kv, S + W, D)`` afterwards (an eviction
+            policy: the rows it keeps).
         gates: write gates beside them, ``(B, seen, G)`` or ``(B, W, G)``: a token's input is gone by the time it is
             evicted.
         state: the memory's tensors by name; empty until something was written.
@@ -102,14 +103,18 @@ class MemoryCacheLayer(DynamicLayer):
 
     def commit(self, stream: Stream, new: int) -> None:
         """Keep the last W slots of ``stream`` and its sinks; ``new`` tokens have been added."""
-        self.seen += new
         order = torch.arange(self.window, device=stream.k.device)
-        order = (order - self.seen) % self.window + stream.k.shape[2] - self.window  # ring place -> index in the stream
-        self.keys = torch.cat([stream.sink_k, stream.k[:, :, order]], 2)
-        self.values = torch.cat([stream.sink_v, stream.v[:, :, order]], 2)
+        order = (order - self.seen - new) % self.window + stream.k.shape[2] - self.window  # ring place -> stream index
         self.gates = None if stream.gates is None else stream.gates[:, order]
+        keys = torch.cat([stream.sink_k, stream.k[:, :, order]], 2)
+        self.hold(keys, torch.cat([stream.sink_v, stream.v[:, :, order]], 2), new)
+
+    def hold(self, keys: Tensor, values: Tensor, new: int) -> None:
+        """Replace all rows by these ``(B, H_kv, rows, D)``, from now on not one per token; ``new`` have been added."""
+        self.keys, self.values = keys, values
+        self.seen += new
         if not self.is_initialized:
-            self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
+            self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self.evicting = True
 
     def push(self, k: Tensor, v: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -223,6 +228,10 @@ def adopt(cache: Cache, index: int, kind: str, window: int, sinks: int) -> Memor
     layer = cache.layers[index]
     if getattr(layer, "is_memory_layer", False):
         if (layer.kind, layer.window, layer.sinks) == (kind, window, sinks):
+            if layer.gates is not None and not layer.evicting and layer.gates.shape[1] != layer.seen:
+                raise RetrofitError(
+                    "another model has added tokens to this cache, without the memory: start a new cache"
+                )
             return layer
         if layer.seen:
             raise RetrofitError(

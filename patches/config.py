@@ -42,7 +42,11 @@ class MemoryConfig:
         if self.others not in ("full", "window"):
             raise RetrofitError(f"others={self.others!r} is not known: use 'full' or 'window'")
         if self.layers is not None:
-            self.layers = sorted(set(self.layers))
+            self.layers = _indices(self.layers)
+        if not isinstance(self.kind, str) or not isinstance(self.options, dict):
+            raise RetrofitError("the memory's configuration needs a name as its kind and a mapping as its options")
+        if self.rotary_dtype not in (None, "float16", "bfloat16"):
+            raise RetrofitError(f"rotary_dtype={self.rotary_dtype!r} is not known: use 'float16', 'bfloat16' or none")
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "MemoryConfig":
@@ -75,11 +79,20 @@ class MemoryConfig:
         if self.layers is None:
             return list(range(num_layers))
         for index in self.layers:
-            if not isinstance(index, int) or not 0 <= index < num_layers:
+            if not 0 <= index < num_layers:
                 raise RetrofitError(
                     f"layers={self.layers}: {index!r} is not a layer of this base (0 to {num_layers - 1})"
                 )
         return self.layers
+
+
+def _indices(layers: Any) -> list[int]:
+    """Layer indices in order, each once."""
+    if not isinstance(layers, list | tuple | range | set) or not all(type(index) is int for index in layers):
+        raise RetrofitError(f"layers={layers!r}: give a list of layer indices, such as [0, 2]")
+    if not layers:
+        raise RetrofitError("layers=[] leaves no layer to the memory: leave it out for all of them, or name some")
+    return sorted(set(layers))
 
 
 def check_window(window: int, sinks: int) -> None:

@@ -2,12 +2,21 @@
 
 from typing import Any
 
-from .ahn import DeltaNet, GatedDeltaNet
+from .ahn import DeltaNet, GatedDeltaNet, Mamba2
 from .config import MemoryConfig
 from .errors import RetrofitError, nearest
+from .h2o import H2O
+from .infini import InfiniAttention
+from .joint import JointMemory
+from .kvm import KVM
 from .memory import Memory, WindowOnly
+from .tensor_cache import TensorCache
+from .tova import Tova
 
-KINDS: dict[str, type[Memory]] = {kind.kind: kind for kind in (WindowOnly, GatedDeltaNet, DeltaNet)}
+KINDS: dict[str, type[Memory]] = {
+    kind.kind: kind
+    for kind in (WindowOnly, GatedDeltaNet, DeltaNet, Mamba2, Tova, H2O, JointMemory, TensorCache, InfiniAttention, KVM)
+}
 
 
 def find_kind(name: str) -> type[Memory]:

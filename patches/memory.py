@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .cache import MemoryCacheLayer, Stream, plain_stream
 from .errors import RetrofitError, nearest
 from .rotary import Rotary
-from .window import decode_attention, window_attention
+from .window import decode_attention, decode_attention_lse, window_attention, window_attention_lse
 
 
 @dataclass
@@ -34,6 +34,8 @@ class Step:
         rotary: the model's tables at any positions.
         scale: factor of the attention logits.
         dropout: the base's attention dropout, 0 outside training.
+        key_bias: what the key projection adds to every key before its rotation ``(H_kv * D,)``, or None.
+        lse: log-sum-exp ``(B, n, H)`` of the logits over sinks and window, for kinds that ``joins_window``.
     """
 
     x: Tensor
@@ -50,6 +52,8 @@ class Step:
     rotary: Rotary
     scale: float
     dropout: float
+    key_bias: Tensor | None = None
+    lse: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,13 @@ class Memory(nn.Module):
         window, sinks: W and S; run-time settings, changed by ``set_window``.
         Options: dataclass of the kind's own options.
         trainable: whether there is anything to distil.
+        observes: whether it must see the queries of a cached text from the first token on, by :meth:`observe`.
     """
 
     is_retrofit_memory = True
     kind: ClassVar[str]
     trainable: ClassVar[bool] = True
+    observes: ClassVar[bool] = False
     Options: ClassVar[type] = Options
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
@@ -79,6 +85,14 @@ class Memory(nn.Module):
         self.kv_heads = config.num_key_value_heads
         self.hidden_size = config.hidden_size
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.check_window(window, sinks)
+
+    def check_window(self, window: int, sinks: int) -> None:
+        """Refuse a window that this kind cannot work with, when patching and before ``set_window`` changes anything.
+
+        Raises:
+            RetrofitError: with what to choose instead.
+        """
 
     @classmethod
     def read_options(cls, options: dict[str, Any]) -> Any:
@@ -119,12 +133,21 @@ class Memory(nn.Module):
         """
         raise NotImplementedError
 
+    def observe(self, step: Step) -> None:
+        """Note what the base's own attention did: ``step.layer`` holds all tokens, those of ``step`` included."""
+        raise NotImplementedError
+
 
 class WindowOnly(Memory):
-    """Sinks + sliding window and nothing else (StreamingLLM's attention at original positions, arXiv 2309.17453)."""
+    """Sinks + sliding window and nothing else (StreamingLLM's attention at original positions, arXiv 2309.17453).
+
+    Attributes:
+        joins_window: whether the memory competes with the window's logits and :meth:`recall` needs ``step.lse``.
+    """
 
     kind = "none"
     trainable = False
+    joins_window: ClassVar[bool] = False
 
     def state_elements(self) -> int:
         return 0
@@ -139,7 +162,7 @@ class WindowOnly(Memory):
         layer, n = step.layer, step.x.shape[1]
         if layer is not None and self._one_more(step, layer):
             k, v, gates = layer.push(step.k, step.v, step.gates)
-            local = decode_attention(step.q, layer.keys, layer.values, scale=step.scale, dropout=step.dropout)
+            local = self._look_once(step, layer)
             return self.recall(step, local, 0, k, v, gates)
         if layer is None:
             stream = plain_stream(step.k, step.v, step.gates, step.pad, seen=0, window=self.window, sinks=self.sinks)
@@ -157,28 +180,34 @@ class WindowOnly(Memory):
         return out
 
     def _look(self, step: Step, stream: Stream) -> Tensor:
-        return window_attention(
-            step.q,
-            stream.k,
-            stream.v,
-            stream.sink_k,
-            stream.sink_v,
-            window=self.window,
-            start=step.seen,
-            scale=step.scale,
-            pad=step.pad,
-            max_pad=step.max_pad,
-            dropout=step.dropout,
-        )
+        rows = (step.q, stream.k, stream.v, stream.sink_k, stream.sink_v)
+        how: dict[str, Any] = {
+            "window": self.window,
+            "start": step.seen,
+            "scale": step.scale,
+            "pad": step.pad,
+            "max_pad": step.max_pad,
+            "dropout": step.dropout,
+        }
+        if not self.joins_window:
+            return window_attention(*rows, **how)
+        local, step.lse = window_attention_lse(*rows, **how)
+        return local
+
+    def _look_once(self, step: Step, layer: MemoryCacheLayer) -> Tensor:
+        rows, how = (step.q, layer.keys, layer.values), {"scale": step.scale, "dropout": step.dropout}
+        if not self.joins_window:
+            return decode_attention(*rows, **how)
+        local, step.lse = decode_attention_lse(*rows, **how)
+        return local
 
     def _one_more(self, step: Step, layer: MemoryCacheLayer) -> bool:
         """Whether this is plain decoding: one token, every row's buffer full, no graph for in-place writes to break."""
         full = layer.evicting and step.seen >= self.capacity + step.max_pad
-        return (
-            full
-            and step.x.shape[1] == 1
-            and not (torch.is_grad_enabled() and layer.keys.requires_grad | step.k.requires_grad)
-        )
+        if not full or step.x.shape[1] != 1:
+            return False
+        graph = (step.q, step.k, step.v, layer.keys, layer.values)
+        return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in graph))
 
     def recall(
         self, step: Step, local: Tensor, first: int, k: Tensor, v: Tensor, gates: Tensor | None

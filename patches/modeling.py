@@ -30,6 +30,12 @@ class MemoryPreTrained(Host):
 
     _keep_in_fp32_modules_strict = ["memory"]  # noqa: RUF012
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; tensor parallelism is refused, since a memory is not split by heads."""
+        refuse_tensor_parallel(kwargs)
+        return super().from_pretrained(*args, **kwargs)
+
     def _init_weights(self, module: nn.Module) -> None:
         if getattr(module, "is_retrofit_memory", False):
             module.reset_parameters()  # type: ignore[operator]
@@ -92,6 +98,8 @@ class MemoryModel(MemoryPreTrained):
         check_window(window, sinks)
         check_base(self.config, window, sinks)
         for memory in self.memories().values():
+            memory.check_window(window, sinks)
+        for memory in self.memories().values():
             memory.window, memory.sinks = window, sinks
         self.config.memory = {**self.config.memory, "window": window, "sinks": sinks}
 
@@ -150,11 +158,11 @@ class MemoryModel(MemoryPreTrained):
         kwargs: dict[str, Any],
     ) -> MemoryPass:
         new = tokens.shape[1]
-        seen, padded_before = 0, False
+        seen, padded_before, evicted_before = 0, False, False
         if cache is not None:
             for index, memory in memories.items():
                 layer = adopt(cache, index, memory.kind, memory.window, memory.sinks)
-            seen, padded_before = layer.seen, layer.padded
+            seen, padded_before, evicted_before = layer.seen, layer.padded, layer.evicting
         plain = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if "cu_seq_lens_q" in kwargs or _is_packed(position_ids, plain):
             raise RetrofitError(
@@ -174,6 +182,10 @@ class MemoryModel(MemoryPreTrained):
             )
         if pad is not None:
             min_pad, max_pad = (int(x) for x in pad.aminmax())
+        limit = capacity + min_pad
+        native = getattr(self.config, "sliding_window", None)
+        if native is not None and len(memories) < len(self.layers):
+            limit = min(limit, native)  # the mask made for the other layers is no wider: our own attention from here
         if position_ids is None:
             offset = torch.zeros(1, dtype=torch.long, device=tokens.device)
         else:
@@ -183,7 +195,7 @@ class MemoryModel(MemoryPreTrained):
             pad,
             min_pad,
             max_pad,
-            evicting=seen + new - min_pad > capacity,
+            evicting=evicted_before or seen + new > limit,
             offset=offset,
             rotary=lambda positions: self.rotary_emb(tokens.new_empty(0, dtype=torch.float32), positions),
         )
@@ -193,15 +205,6 @@ class MemoryCausalLM(MemoryPreTrained):
     """Mixin in front of a family's causal LM: the public face of a retrofitted model."""
 
     _is_stateful = True  # transformers then refuses assisted decoding, which would need to take tokens out of a memory
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; tensor parallelism is refused, since a memory is not split by heads."""
-        if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
-            raise RetrofitError(
-                "tensor parallelism would split the heads but not the memory: load the model without tp_plan"
-            )
-        return super().from_pretrained(*args, **kwargs)
 
     def memory_off(self) -> Any:
         """Context manager: inside it the model is its base (the teacher), full attention, bit for bit."""
@@ -234,6 +237,18 @@ class MemoryCausalLM(MemoryPreTrained):
     generate_batch = _refuse_continuous_batching
     init_continuous_batching = _refuse_continuous_batching
     continuous_batching_context_manager = _refuse_continuous_batching
+
+
+def refuse_tensor_parallel(kwargs: dict[str, Any]) -> None:
+    """Refuse the arguments of ``from_pretrained`` that ask for tensor parallelism.
+
+    Raises:
+        RetrofitError: they do.
+    """
+    if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
+        raise RetrofitError(
+            "tensor parallelism would split the heads but not the memory: load the model without tp_plan"
+        )
 
 
 def left_padding(mask: Tensor, seen: int, new: int) -> Tensor | None:
@@ -288,11 +303,11 @@ def _is_packed(position_ids: Tensor | None, mask: Tensor | None) -> bool:
     """Whether positions start again inside a row, as several sequences packed into one do; padding may hold any."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return False
-    back = position_ids[..., 1:] < position_ids[..., :-1]
-    if mask is not None:
-        real = mask[:, -position_ids.shape[-1] :].bool()
-        back = back & real[:, 1:] & real[:, :-1]
-    return bool(back.any())
+    steps = position_ids[..., 1:] - position_ids[..., :-1]
+    if mask is None:
+        return bool((steps != 1).any())  # what transformers takes for packed sequences, too
+    real = mask[:, -position_ids.shape[-1] :].bool()
+    return bool(((steps < 0) & real[:, 1:] & real[:, :-1]).any())
 
 
 def _cache_layers(cache: Cache | None) -> list[Any]:

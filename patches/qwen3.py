@@ -23,6 +23,10 @@ class RetrofitQwen3Attention(MemoryAttention, Qwen3Attention):
     def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.q_norm(q), self.k_norm(k)
 
+    @property
+    def key_bias(self) -> None:
+        """None: a bias, where there is one, has gone through the norm."""
+
 
 class RetrofitQwen3Model(MemoryModel, Qwen3Model):
     """``Qwen3Model`` whose layers forget into a memory."""

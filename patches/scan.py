@@ -91,8 +91,7 @@ def gated_delta_rule_chunks(
     if log_decay is None:
         log_decay = torch.zeros_like(beta)
     q, k, v, beta, log_decay = (_in_chunks(x, chunk) for x in (q, k, v, beta, log_decay))  # (B, H, N, C, ...)
-    total, decay = _decays(log_decay)
-    since = total.exp().unsqueeze(-1)
+    since, decay = _decays(log_decay)
     keys_down = k.transpose(-1, -2)
     alike = torch.cat([k, q], -2) @ keys_down  # (.., 2 C, C): keys with keys, queries with keys
 
@@ -102,14 +101,11 @@ def gated_delta_rule_chunks(
     solve = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
     values, keys = (solve @ (torch.cat([v, k * since], -1) * beta.unsqueeze(-1))).split([v.shape[-1], D], -1)
 
-    at_end = total[..., -1:]
-    keys_end = keys_down * (at_end - total).exp().unsqueeze(
-        -2
-    )  # (.., D_k, C): what is left of each key when the chunk ends
+    keys_end = keys_down * decay[..., -1:, :]  # (.., D_k, C): what is left of each key when the chunk ends
     readers = torch.cat([-keys, q * since], -2)  # (.., 2 C, D_k): both products with the state that a chunk starts from
     state = state.flatten(0, 1)
     from_before, written = [], []
-    per_chunk = (x.flatten(0, 1).unbind(1) for x in (readers, values, keys_end, at_end.exp().unsqueeze(-1)))
+    per_chunk = (x.flatten(0, 1).unbind(1) for x in (readers, values, keys_end, since[..., -1:, :]))
     for reader, value, key_end, fade in zip(*per_chunk, strict=True):
         read = torch.bmm(reader, state)
         write = value + read[:, :chunk]
@@ -134,10 +130,11 @@ def linear_attention_steps(
 ) -> tuple[Tensor, Tensor]:
     """Decayed linear attention, token by token: ``S <- a S + k v^T;  o = q S`` (as in Mamba2, arXiv 2405.21060).
 
-    Args and returns: as :func:`gated_delta_rule_steps`; a writing strength goes into ``k`` or ``v`` beforehand.
+    Args and returns: as :func:`gated_delta_rule_steps`; a writing strength goes into ``k`` or ``v`` beforehand. Several
+    queries may read one state: ``k``, ``v``, ``log_decay`` and ``state`` then have a single head.
     """
     if state is None:
-        state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+        state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
     readings = []
     for t in range(q.shape[2]):
         if log_decay is not None:
@@ -156,24 +153,23 @@ def linear_attention_chunks(
     chunk: int = 2 * CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Decayed linear attention in chunks: the same numbers as :func:`linear_attention_steps`, in matrix products."""
-    B, H, T, D = q.shape
+    B, H, T, D = k.shape
     if state is None:
-        state = q.new_zeros(B, H, D, v.shape[-1])
+        state = k.new_zeros(B, H, D, v.shape[-1])
     if T == 0:
         return torch.zeros_like(v), state
     chunk = min(chunk, T)
     if log_decay is None:
-        log_decay = q.new_zeros(B, H, T)
+        log_decay = k.new_zeros(B, H, T)
     q, k, v, log_decay = (_in_chunks(x, chunk) for x in (q, k, v, log_decay))
-    total, decay = _decays(log_decay)
-    at_end = total[..., -1:]
-    added = (k * (at_end - total).exp().unsqueeze(-1)).transpose(-1, -2) @ v  # (B, H, N, D_k, D_v)
+    since, decay = _decays(log_decay)
+    added = (k.transpose(-1, -2) * decay[..., -1:, :]) @ v  # (B, H, N, D_k, D_v)
     before = []
-    for add, fade in zip(added.unbind(2), at_end.exp().unsqueeze(-1).unbind(2), strict=True):
+    for add, fade in zip(added.unbind(2), since[..., -1:, :].unbind(2), strict=True):
         before.append(state)
         state = fade * state + add
     near = (q @ k.transpose(-1, -2)) * decay
-    out = (q * total.exp().unsqueeze(-1)) @ torch.stack(before, 2) + near @ v
+    out = (q * since) @ torch.stack(before, 2) + near @ v
     return out.flatten(2, 3)[:, :, :T], state
 
 
@@ -186,8 +182,12 @@ def _in_chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def _decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Log decays ``(.., C)`` -> sums since the chunk began, own included, and decays from j to i ``(.., C, C)``."""
-    total = log_decay.cumsum(-1)
+    """Log decays ``(.., C)`` -> decays since the chunk began, own included ``(.., C, 1)``, from j to i ``(.., C, C)``.
+
+    The sums are taken in float64: a decay near 1 that follows strong ones is a small difference of large numbers.
+    """
+    total = log_decay.double().cumsum(-1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(log_decay.dtype)
     lower = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).tril()
     # masked before the exponential: above the diagonal the differences are positive and could overflow
-    return total, (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, float("-inf")).exp()
+    return total.to(log_decay.dtype).exp().unsqueeze(-1), between.masked_fill(~lower, float("-inf")).exp()

@@ -1,8 +1,16 @@
 """Sinks + sliding window attention in blocks: O(T (W + S)) time and memory, on any device, differentiable."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from .lse import attention_lse
+
+# the shared arguments of one piece of work: q, k, v, mask, scale, dropout
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], tuple[Tensor, ...]]
 
 GATHERED = 2**22  # keys gathered at a time, in elements: bounds the extra memory of the overlapping blocks
 
@@ -41,6 +49,36 @@ def window_attention(
     Returns:
         ``(B, n, H, D)``: heads last but one, as the output projection wants them.
     """
+    return _blocks(_attend, q, k, v, sink_k, sink_v, window, start, scale, pad, max_pad, dropout)[0]
+
+
+def window_attention_lse(
+    q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, **how: Any
+) -> tuple[Tensor, Tensor]:
+    """:func:`window_attention` and, ``(B, n, H)``, the log-sum-exp of each query's logits, in float32 or wider.
+
+    For a memory that joins the window's softmax; the gradient flows through both. (With a detached log-sum-exp the
+    merged output is right and the gradients of queries and keys are wrong.)
+    """
+    out, lse = _blocks(_attend_lse, q, k, v, sink_k, sink_v, **how)
+    return out, lse
+
+
+def _blocks(
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    window: int,
+    start: int,
+    scale: float,
+    pad: Tensor | None = None,
+    max_pad: int = 0,
+    dropout: float = 0.0,
+) -> tuple[Tensor, ...]:
+    """What ``attend`` gives for all queries, each ``(B, n, H, ...)``; the rest as in :func:`window_attention`."""
     n, sinks = q.shape[2], sink_k.shape[2]
     block = min(window, n, max(64, window // 4))
     # from this slot on every row sees its whole window and all its sinks: one mask serves all blocks
@@ -50,7 +88,7 @@ def window_attention(
         last = min(first + block, regular)
         mask = _mask(first, last - first, start, window, sinks, pad, q)
         pieces.append(
-            _attend(
+            attend(
                 q[:, :, first:last],
                 torch.cat([sink_k, k[:, :, first : last + window]], 2),
                 torch.cat([sink_v, v[:, :, first : last + window]], 2),
@@ -67,7 +105,7 @@ def window_attention(
             blocks = min(group, count - first)
             at = regular + first * block
             folded = q[:, :, at : at + blocks * block].unflatten(2, (blocks, block))  # (B, H, N, C, D)
-            out = _attend(
+            out = attend(
                 folded.transpose(1, 2).flatten(0, 1),
                 _gather(sink_k, k[:, :, at : at + blocks * block + window], blocks, block),
                 _gather(sink_v, v[:, :, at : at + blocks * block + window], blocks, block),
@@ -75,11 +113,11 @@ def window_attention(
                 scale,
                 dropout,
             )
-            pieces.append(out.unflatten(0, (-1, blocks)).flatten(1, 2))
+            pieces.append(tuple(part.unflatten(0, (-1, blocks)).flatten(1, 2) for part in out))
     rest = n - regular - count * block
     if rest:
         pieces.append(
-            _attend(
+            attend(
                 q[:, :, n - rest :],
                 torch.cat([sink_k, k[:, :, n - rest :]], 2),
                 torch.cat([sink_v, v[:, :, n - rest :]], 2),
@@ -88,7 +126,7 @@ def window_attention(
                 dropout,
             )
         )
-    return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
+    return pieces[0] if len(pieces) == 1 else tuple(torch.cat(parts, 1) for parts in zip(*pieces, strict=True))
 
 
 def _mask(first: int, count: int, start: int, window: int, sinks: int, pad: Tensor | None, like: Tensor) -> Tensor:
@@ -120,21 +158,47 @@ def _gather(sinks: Tensor, stream: Tensor, blocks: int, block: int) -> Tensor:
     return torch.cat([shared, overlapping], 3).flatten(0, 1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
-    """``q`` (B, H, n, D) on ``k``, ``v`` (B, H_kv, m, D) -> (B, n, H, D); key heads are shared by stride, never
-    repeated.
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> tuple[Tensor, ...]:
+    """``q`` (B, H, n, D) on ``k``, ``v`` (B, H_kv, m, D) -> (B, n, H, D), alone in a tuple.
 
     ``mask`` broadcasts against ``(B, H_kv, groups, n, m)``.
     """
-    B, kv_heads = k.shape[:2]
-    q = q.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # (B * H_kv, G, n, D)
-    k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    B = len(q)
+    q, k, v, mask = _fold(q, k, v, mask)
+    k, v = (x.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))  # shared by stride, never repeated
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return (_unfold(out, B),)
+
+
+def _attend_lse(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float
+) -> tuple[Tensor, ...]:
+    """:func:`_attend`, and behind the output the log-sum-exp ``(B, n, H)``."""
+    out, lse = attention_lse(*_fold(q, k, v, mask), scale, dropout)
+    return _unfold(out, len(q)), _unfold(lse, len(q))
+
+
+def _fold(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Key heads into the batch: ``q`` (B * H_kv, G, n, D), ``k``, ``v`` (B * H_kv, m, D), the mask to match."""
+    kv_heads = k.shape[1]
     if mask is not None:
         mask = mask[:, 0] if mask.shape[0] == 1 else mask.expand(-1, kv_heads, -1, -1, -1).flatten(0, 1)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-    return out.unflatten(0, (B, kv_heads)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return q.unflatten(1, (kv_heads, -1)).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask
+
+
+def _unfold(x: Tensor, rows: int) -> Tensor:
+    """``(B * H_kv, G, n, ...) -> (B, n, H, ...)`` for ``rows`` = B."""
+    return x.unflatten(0, (rows, -1)).movedim(3, 1).flatten(2, 3)
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
     """One token on a full cache, no mask: ``q`` (B, H, n, D), ``k``, ``v`` (B, H_kv, m, D) -> (B, n, H, D)."""
-    return _attend(q, k, v, None, scale, dropout)
+    return _attend(q, k, v, None, scale, dropout)[0]
+
+
+def decode_attention_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """:func:`decode_attention` and the log-sum-exp ``(B, n, H)`` of its logits."""
+    out, lse = _attend_lse(q, k, v, None, scale, dropout)
+    return out, lse

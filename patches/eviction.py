@@ -1,0 +1,331 @@
+"""Memories without parameters that keep some tokens as they are and drop the rest: what every such policy shares.
+
+A policy (``tova.py``, ``h2o.py``) scores the rows it holds by the attention they receive; the row with the lowest score
+goes. Dropping comes *after* the output, as in the methods' own code: between calls ``capacity`` rows are held, and a
+query sees those and itself. So up to ``capacity`` tokens nothing was ever missing, and the base's own attention runs.
+
+``prefill`` says how often rows are dropped within one call. ``"token"`` (the default) drops after every token: the
+result is the same however a text is fed. The logits of a block of queries are one matrix product, since they do not
+depend on what is kept; only who goes is decided in a loop over tokens, on a softmax of about ``capacity`` numbers.
+``"full"`` sees the whole call and drops once, by its last query (the methods' own code: all T rows are held meanwhile);
+``"chunk"`` does that every ``chunk`` tokens, so never more than ``capacity + chunk`` rows are held. The results of
+these two depend on how a text is cut into calls. ``chunk=1`` is ``"token"`` written down plainly.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from .errors import RetrofitError, nearest
+from .memory import Memory, Options, Step
+
+LOGITS = 2**22  # logits held at a time, in elements
+BLOCK = 128  # queries whose logits are made together where a row is dropped after each
+
+
+@dataclass(frozen=True)
+class EvictionOptions(Options):
+    """Attributes:
+    scope: who shares a choice of rows: all heads of a ``"layer"``, or the queries of one key/value ``"head"``.
+    prefill: when rows are dropped within a call: after every ``"token"``, every ``"chunk"``, or once (``"full"``).
+    chunk: tokens between drops with ``prefill="chunk"``.
+    """
+
+    scope: str = "layer"
+    prefill: str = "token"
+    chunk: int = 256
+
+    def __post_init__(self) -> None:
+        choose("scope", self.scope, "layer", "head")
+        choose("prefill", self.prefill, "token", "chunk", "full")
+        if type(self.chunk) is not int or self.chunk < 1:
+            raise RetrofitError(f"chunk={self.chunk!r}: give a whole number of tokens, 1 or more")
+
+
+def choose(name: str, value: Any, *choices: str) -> None:
+    """Refuse a ``value`` of option ``name`` that is not one of ``choices``.
+
+    Raises:
+        RetrofitError: it is not.
+    """
+    if value not in choices:
+        has = " or ".join(repr(choice) for choice in choices)
+        raise RetrofitError(f"{name}={value!r} is not known{nearest(value, choices)}: use {has}")
+
+
+@dataclass
+class Rows:
+    """Tokens held, in order of arrival, for N *sets* of heads that choose for themselves (all heads, or each key head).
+
+    Attributes:
+        k, v: ``(N, H_kv, R, D)``, with the key heads of one set.
+        position: index of each token in its sequence ``(N, R)``, int32; negative for padding.
+        score: what the policy knows of each ``(N, R)``, float32 or wider.
+    """
+
+    k: Tensor
+    v: Tensor
+    position: Tensor
+    score: Tensor
+
+    def __len__(self) -> int:
+        return self.k.shape[2]
+
+    def part(self, first: int, last: int) -> "Rows":
+        return Rows(
+            self.k[:, :, first:last], self.v[:, :, first:last], self.position[:, first:last], self.score[:, first:last]
+        )
+
+    def join(self, other: "Rows") -> "Rows":
+        return Rows(
+            torch.cat([self.k, other.k], 2),
+            torch.cat([self.v, other.v], 2),
+            torch.cat([self.position, other.position], 1),
+            torch.cat([self.score, other.score], 1),
+        )
+
+    def take(self, index: Tensor) -> "Rows":
+        """The rows at ``index`` (N, R')."""
+        wide = index[:, None, :, None].expand(-1, self.k.shape[1], -1, self.k.shape[3])
+        return Rows(
+            self.k.gather(2, wide), self.v.gather(2, wide), self.position.gather(1, index), self.score.gather(1, index)
+        )
+
+
+class Eviction(Memory):
+    """A policy: what it protects and how it scores; in the cache ``state["positions"]`` (B, sets, rows) says what is
+    kept.
+
+    The first S tokens are pinned. A subclass gives ``protected``, ``score`` and, if it keeps more than S + W rows,
+    ``capacity``.
+
+    A policy that ``observes`` accumulates scores over all queries; they are cached from the first token on.
+    """
+
+    trainable = False
+    Options: ClassVar[type] = EvictionOptions
+
+    @property
+    def protected(self) -> int:
+        """How many of the newest tokens cannot be dropped."""
+        raise NotImplementedError
+
+    def score(self, before: Tensor, weights: Tensor) -> Tensor:
+        """Scores ``(N, R)`` after some more queries.
+
+        Args:
+            before: scores so far ``(N, R)``, zero for a new row.
+            weights: attention of the queries, oldest first, ``(N, H, n, R)``; zero where a row is not seen.
+        """
+        raise NotImplementedError
+
+    @property
+    def replaces(self) -> bool:
+        """Whether kept tokens take new rotary positions when one is dropped; keys are then held as :meth:`plain`."""
+        return False
+
+    def plain(self, x: Tensor, step: Step, slot: Tensor) -> Tensor:
+        """Queries or keys ``(B, H, n, D)`` at ``slot`` (n,) in the form in which they are held."""
+        return x
+
+    def turned(self, q: Tensor, k: Tensor, position: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Held queries ``(N, H, n, D)`` and keys ``(N, H_kv, R, D)`` at ``position`` (N, R), ready for their product.
+
+        The queries are those of the last ``n`` rows.
+        """
+        return q, k
+
+    def state_elements(self) -> int:
+        rows = self.capacity
+        kept = 2 * self.kv_heads * self.head_dim * (rows - self.window - self.sinks)
+        return kept + self._sets * rows * (2 if self.observes else 1)
+
+    def reset_parameters(self) -> None:
+        pass
+
+    def write_gates(self, x: Tensor) -> None:
+        return None
+
+    def attend(self, step: Step) -> tuple[Tensor, None]:
+        with torch.autocast(step.q.device.type, enabled=False):
+            n = step.q.shape[2]
+            slot = torch.arange(step.seen, step.seen + n, device=step.q.device)
+            q = self._queries(step, slot)
+            new = self._rows(self.plain(step.k, step, slot), step.v, step, slot, None)
+            held = self._held(step)
+            pieces = []
+            for first, last, each in self._pieces(n, self.capacity - len(held)):
+                held = held.join(new.part(first, last))
+                look = self._drop_each if each else self._drop_after
+                out, held = look(q[:, :, first:last], held, step)
+                pieces.append(out)
+        heads = torch.cat(pieces, 2).reshape(step.q.shape).transpose(1, 2)
+        if step.layer is not None:
+            self._keep(held, step)
+        return heads.to(step.q.dtype), None
+
+    @torch.no_grad()
+    def observe(self, step: Step) -> None:
+        """Score the rows of a cache that the base's own attention has read; called while nothing was evicted."""
+        slot = torch.arange(step.seen, step.seen + step.q.shape[2], device=step.q.device)
+        score = self._look(self._queries(step, slot), self._plain_rows(step), step)[1]
+        assert step.layer is not None
+        step.layer.state["scores"] = score.view(-1, self._sets, score.shape[1])
+
+    # ---- two ways to look and drop; both take queries (N, H, n, D) of the last n rows held ----
+
+    def _drop_after(self, q: Tensor, held: Rows, step: Step) -> tuple[Tensor, Rows]:
+        """All queries look, then all surplus rows go at once, by the scores after the last query."""
+        out, score = self._look(q, held, step)
+        held = Rows(held.k, held.v, held.position, score)
+        surplus = len(held) - self.capacity
+        if surplus <= 0:
+            return out, held
+        order = score + self._standing(held.position)
+        if self.protected:
+            order[:, -self.protected :] = torch.inf
+        index = order.argsort(dim=1, stable=True)[:, surplus:].sort(1).values
+        return out, held.take(index)
+
+    def _drop_each(self, q: Tensor, held: Rows, step: Step) -> tuple[Tensor, Rows]:
+        """As :meth:`_drop_after` token by token, for rows that were ``capacity`` before the first query."""
+        n, total = q.shape[2], len(held)
+        logits = self._logits(q, held, step)
+        until, score = self._choose(logits.detach(), held)
+        turn = torch.arange(n, device=q.device)
+        gone = turn[:, None] > until[:, None]  # (N, n, R)
+        out = self._read(logits.masked_fill(gone.unsqueeze(1), -torch.inf).softmax(-1), held.v, step)
+        index = (until < n).to(torch.int8).argsort(dim=1, stable=True)[:, : total - n]
+        return out, Rows(held.k, held.v, held.position, score).take(index)
+
+    @torch.no_grad()
+    def _choose(self, logits: Tensor, held: Rows) -> tuple[Tensor, Tensor]:
+        """Who goes when: the last query that sees each row ``(N, R)``, n or more if it stays, and the scores after all.
+
+        Args:
+            logits: ``(N, H, n, R)``, -inf where a query does not see a row even if it is kept.
+        """
+        n, total = logits.shape[2], logits.shape[3]
+        first = total - n
+        score, standing = held.score, self._standing(held.position)
+        unseen = logits.new_zeros(len(score), 1, total)
+        victims = []
+        for i, row in enumerate(logits.permute(2, 0, 1, 3).contiguous()):  # (N, H, R)
+            weights = (row + unseen).softmax(-1)
+            score = self.score(score, weights.unsqueeze(2))
+            end = first + i + 1 - self.protected
+            victim = (score[:, :end] + standing[:, :end]).argmin(1, keepdim=True)
+            standing.scatter_(1, victim, torch.inf)
+            unseen[:, 0].scatter_(1, victim, -torch.inf)
+            victims.append(victim)
+        until = torch.full_like(held.position, n, dtype=torch.long)
+        until.scatter_(1, torch.cat(victims, 1), torch.arange(n, device=score.device).expand(len(score), -1))
+        return until, score
+
+    def _look(self, q: Tensor, held: Rows, step: Step) -> tuple[Tensor, Tensor]:
+        """Causal attention of the queries over all rows ``(N, H, n, D)``, and the scores after it ``(N, R)``."""
+        n, score, pieces = q.shape[2], held.score, []
+        block = max(1, LOGITS // (q.shape[0] * q.shape[1] * len(held)))
+        for first in range(0, n, block):
+            last = min(first + block, n)
+            seen = held.part(0, len(held) - n + last)
+            weights = self._logits(q[:, :, first:last], seen, step).softmax(-1)
+            pieces.append(self._read(weights, seen.v, step))
+            known = self.score(score[:, : len(seen)], weights.detach())
+            score = torch.cat([known, score[:, len(seen) :]], 1)
+        return torch.cat(pieces, 2), score
+
+    def _logits(self, q: Tensor, held: Rows, step: Step) -> Tensor:
+        """``(N, H, n, R)`` for queries of the last n rows; -inf for what is later than a query, and for padding."""
+        q, k = self.turned(q, held.k.to(q.dtype), held.position, step)
+        logits = (_grouped(q * step.scale, k) @ k.transpose(2, 3)).view(*q.shape[:3], len(held))
+        column = torch.arange(len(held), device=q.device)
+        own = column == column[-q.shape[2] :, None]  # padding sees itself
+        earlier = (own.cumsum(1) == 0) & (held.position >= 0)[:, None]
+        return logits.masked_fill(~(earlier | own).unsqueeze(1), -torch.inf)
+
+    def _read(self, weights: Tensor, v: Tensor, step: Step) -> Tensor:
+        weights = dropout(weights, step.dropout)
+        return (_grouped(weights, v) @ v.to(weights.dtype)).view(*weights.shape[:3], -1)
+
+    def _standing(self, position: Tensor) -> Tensor:
+        """What is added to scores ``(N, R)``: padding goes first, sinks never."""
+        standing = torch.zeros(position.shape, dtype=torch.float32, device=position.device)
+        standing.masked_fill_(position < 0, -torch.inf)
+        return standing.masked_fill_((position >= 0) & (position < self.sinks), torch.inf)
+
+    # ---- pieces of a call, and the way into the cache and out ----
+
+    def _pieces(self, n: int, room: int) -> Iterator[tuple[int, int, bool]]:
+        """Stretches of a call of ``n`` tokens with space for ``room``, and whether each token of one drops a row."""
+        first = 0
+        each = self.options.prefill == "token"
+        stride = {"token": max(room, 1), "chunk": self.options.chunk, "full": n}[self.options.prefill]
+        while first < n:
+            last = min(first + stride, n)
+            fast = each and first >= room and not self.replaces
+            if each and first >= room:
+                last = min(first + (BLOCK if fast else 1), n)
+            yield first, last, fast
+            first = last
+
+    @property
+    def _sets(self) -> int:
+        return self.kv_heads if self.options.scope == "head" else 1
+
+    def _queries(self, step: Step, slot: Tensor) -> Tensor:
+        """The new queries by set ``(N, H, n, D)``, float32 or wider."""
+        q = self.plain(step.q.to(torch.promote_types(step.q.dtype, torch.float32)), step, slot)
+        return q.unflatten(1, (self._sets, -1)).flatten(0, 1)
+
+    def _rows(self, k: Tensor, v: Tensor, step: Step, slot: Tensor, score: Tensor | None) -> Rows:
+        """Keys and values ``(B, H_kv, n, D)`` at ``slot`` (n,) as rows of each set; ``score`` (B, sets, n)."""
+        position = slot if step.pad is None else slot - step.pad[:, None]
+        position = position.to(torch.int32).expand(len(k), -1).repeat_interleave(self._sets, 0)
+        wide = torch.promote_types(k.dtype, torch.float32)
+        known = k.new_zeros(position.shape, dtype=wide) if score is None else score.flatten(0, 1)
+        k, v = (x.unflatten(1, (self._sets, -1)).flatten(0, 1) for x in (k, v))
+        return Rows(k, v, position, known)
+
+    def _plain_rows(self, step: Step) -> Rows:
+        """What a cache holds from which nothing was evicted."""
+        layer = step.layer
+        assert layer is not None
+        slot = torch.arange(layer.seen, device=layer.keys.device)
+        score = layer.state.get("scores")
+        if score is not None:
+            score = torch.nn.functional.pad(score, (0, layer.seen - score.shape[2]))
+        return self._rows(self.plain(layer.keys, step, slot), layer.values, step, slot, score)
+
+    def _held(self, step: Step) -> Rows:
+        """The rows before this call."""
+        layer = step.layer
+        if layer is None or not layer.seen:
+            none = slice(0, 0)
+            return self._rows(step.k[:, :, none], step.v[:, :, none], step, torch.arange(0, device=step.k.device), None)
+        if not layer.evicting:
+            rows = self._plain_rows(step)
+            return rows.part(max(len(rows) - self.capacity, 0), len(rows))  # the surplus is padding in every row
+        k, v = (x.unflatten(1, (self._sets, -1)).flatten(0, 1) for x in (layer.keys, layer.values))
+        position = layer.state["positions"].flatten(0, 1)
+        wide = torch.promote_types(k.dtype, torch.float32)
+        score = layer.state["scores"].flatten(0, 1) if self.observes else k.new_zeros(position.shape, dtype=wide)
+        return Rows(k, v, position, score)
+
+    def _keep(self, held: Rows, step: Step) -> None:
+        layer = step.layer
+        assert layer is not None
+        k, v = (x.unflatten(0, (-1, self._sets)).flatten(1, 2) for x in (held.k, held.v))
+        layer.hold(k, v, step.q.shape[2])
+        layer.state["positions"] = held.position.unflatten(0, (-1, self._sets))
+        if self.observes:
+            layer.state["scores"] = held.score.unflatten(0, (-1, self._sets))
+
+
+def _grouped(x: Tensor, like: Tensor) -> Tensor:
+    """``(N, H, n, ...) -> (N, H_kv, H / H_kv * n, ...)`` for the key heads of ``like``, which they share."""
+    return x.unflatten(1, (like.shape[1], -1)).flatten(2, 3)

@@ -1,0 +1,62 @@
+"""H2O (arXiv 2306.14048): keep the most recent tokens, and of the others the heavy hitters of accumulated attention."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .errors import RetrofitError
+from .eviction import Eviction, EvictionOptions
+
+
+@dataclass(frozen=True)
+class H2OOptions(EvictionOptions):
+    """Options of every eviction policy (``scope`` is ``"head"`` here unless said otherwise), and:
+
+    Attributes:
+        heavy: older tokens kept for their accumulated attention; None means as many as the window (the paper's halves).
+    """
+
+    scope: str = "head"
+    heavy: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heavy is not None and (type(self.heavy) is not int or self.heavy < 0):
+            raise RetrofitError(f"heavy={self.heavy!r}: give a whole number of tokens, 0 or more")
+
+
+class H2O(Eviction):
+    """Algorithm 1: W recent tokens and ``heavy`` others; the first S tokens are pinned besides.
+
+    A row's score is the sum of the weights that all queries so far gave it, of all heads that share it: the paper has
+    one query head to a key head; grouped ones are summed, and with ``scope="layer"`` all of them are.
+    """
+
+    kind = "h2o"
+    observes = True
+    Options = H2OOptions
+
+    def __init__(self, config: Any, window: int, sinks: int, options: Any):
+        super().__init__(config, window, sinks, options)
+        native = getattr(config, "sliding_window", None)
+        if native is not None and self.capacity > native:
+            raise RetrofitError(
+                f"this base attends to {native} tokens only: choose sinks + window + heavy <= {native} "
+                f"(now {sinks} + {window} + {self.heavy})"
+            )
+
+    @property
+    def heavy(self) -> int:
+        return self.window if self.options.heavy is None else self.options.heavy
+
+    @property
+    def capacity(self) -> int:
+        return self.sinks + self.window + self.heavy
+
+    @property
+    def protected(self) -> int:
+        return self.window
+
+    def score(self, before: Tensor, weights: Tensor) -> Tensor:
+        return before + weights.sum((1, 2))

@@ -1,0 +1,211 @@
+"""Joint: one memory with two branches that enter the window's softmax by their mass.
+
+Half of the state is decayed linear attention with positive features, whose normaliser (its *mass*) is comparable with
+the window's; the other half is a gated delta rule, which keeps apart what the first half blurs. Ours; see
+docs/memories/joint.md for the equations and what each part is worth.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.functional import pad
+from transformers import initialization as init
+
+from .ahn import HeadLinear, unit
+from .errors import RetrofitError, nearest
+from .memory import Options, Step, WindowOnly
+from .rotary import unrotate
+from .scan import gated_delta_rule, linear_attention
+
+BRANCHES = ("both", "linear")
+MASS_EPS = 1e-3  # beside the mass when the linear branch is read
+NO_MASS = 1e-30  # the log of a smaller mass is not told apart: it weighs nothing against any window
+FORGETTING = 3e-3  # decay per token, about, at the start
+OPENING = 10.0  # steepness of the gate that starts at zero: with 1 it opens too slowly to be trained in 100 steps
+
+
+@dataclass(frozen=True)
+class JointOptions(Options):
+    """Options of ``joint``.
+
+    Attributes:
+        branches: ``"both"``, or ``"linear"``: all of the state to the linear branch, for ordinary text.
+        temperature: tau, the sharpness of the positive features at the start of training.
+    """
+
+    branches: str = "both"
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.branches not in BRANCHES:
+            choices = " or ".join(map(repr, BRANCHES))
+            raise RetrofitError(f"branches={self.branches!r}{nearest(self.branches, BRANCHES)}: use {choices}")
+        number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
+        if not number or not 0 < self.temperature < math.inf:
+            raise RetrofitError(f"temperature={self.temperature!r}: the features' sharpness must be a number above 0")
+
+
+class Branch(nn.Module):
+    """What both branches have: feature maps, write gates, a matrix after the read and a bias in the softmax."""
+
+    def __init__(self, hidden: int, heads: int, dim: int, features: int):
+        super().__init__()
+        self.q_map = nn.Parameter(torch.empty(heads, dim, features))
+        self.k_map = nn.Parameter(torch.empty(heads, dim, features))
+        self.write = nn.Linear(hidden, heads)
+        self.forget = nn.Linear(hidden, heads)
+        self.weight = nn.Linear(hidden, heads)
+        self.o_proj = HeadLinear(heads, dim)
+
+    def reset_parameters(self, weight: float) -> None:
+        """``weight``: bias in the softmax at the start."""
+        # one frame of orthonormal directions for queries and keys: alike before training, alike after the map
+        frame = torch.linalg.qr(torch.randn(self.q_map.shape, dtype=torch.float32)).Q
+        init.copy_(self.q_map, frame)
+        init.copy_(self.k_map, frame)
+        rate = math.log(math.expm1(FORGETTING))  # the inverse softplus
+        for linear, bias in ((self.write, 0.0), (self.forget, rate), (self.weight, weight)):
+            init.normal_(linear.weight, std=0.02)
+            init.constant_(linear.bias, bias)
+        init.zeros_(self.o_proj.weight)
+
+    def gates(self, x: Tensor) -> list[Tensor]:
+        """Writing strength in (0, 1) and log decay below 0 of tokens with input ``x`` (B, n, E), each ``(B, n, H)``."""
+        return [_linear(self.write, x).sigmoid(), -F.softplus(_linear(self.forget, x))]
+
+    def mapped(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """``q`` (B, H, m, D) and ``k`` (B, H_kv, m, D) in this branch's features, both ``(B, H, m, F)``."""
+        k_map = self.k_map.to(k.dtype).unflatten(0, (k.shape[1], -1))  # (H_kv, G, D, F)
+        return q @ self.q_map.to(q.dtype), torch.einsum("bkmd,kgdf->bkgmf", k, k_map).flatten(1, 2)
+
+    def value(self, read: Tensor) -> Tensor:
+        """``read`` (B, H, m, D) as a candidate output ``(B, m, H, D)``: ``(I + W) read``."""
+        read = read.transpose(1, 2)
+        return read + self.o_proj(read)
+
+
+class LinearBranch(Branch):
+    """``S <- a S + beta phi(k) [v, 1]^T``, read as a mean: ``phi(q) S_v / (phi(q) S_1 + eps)``, the mass below it."""
+
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write and read; ``q``, ``k`` rotated as in attention, ``v`` (B, H, m, D + 1) with ones, gates (B, 2, H, m).
+
+        Returns:
+            What is read ``(B, m, H, D)``, the log of its mass ``(B, m, H)``, the new state ``(B, H, F, D + 1)``.
+        """
+        q, k = ((x * temperature).softmax(-1) for x in self.mapped(q, k))
+        beta, log_decay = gates.unbind(1)
+        read, state = linear_attention(q, k * beta.unsqueeze(-1), v, log_decay, state)
+        mass = read[..., -1:]
+        log_mass = mass.clamp_min(NO_MASS).log().squeeze(-1).transpose(1, 2)
+        return self.value(read[..., :-1] / (mass + MASS_EPS)), log_mass, state
+
+
+class DeltaBranch(Branch):
+    """The gated delta rule on keys without positions; the column of ones recalls whether the key is known at all."""
+
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`LinearBranch.read`, ``q`` and ``k`` not rotated; in place of the mass the *familiarity*."""
+        q, k = (unit(x) for x in self.mapped(q, k))
+        beta, log_decay = gates.unbind(1)
+        read, state = gated_delta_rule(q, k, v, beta, log_decay, state)
+        return self.value(read[..., :-1]), read[..., -1].transpose(1, 2), state
+
+
+class JointMemory(WindowOnly):
+    """Window and memory share one softmax: their weights come from the window's log-sum-exp and the memory's mass."""
+
+    kind = "joint"
+    trainable = True
+    joins_window = True
+    Options = JointOptions
+
+    def __init__(self, config: Any, window: int, sinks: int, options: JointOptions):
+        super().__init__(config, window, sinks, options)
+        if self.head_dim < 4:
+            raise RetrofitError(
+                f"memory 'joint' needs heads of 4 or more, this base has {self.head_dim}: use 'ahn-gdn'"
+            )
+        self.both = options.branches == "both"
+        # with the column of ones a feature less keeps the state within AHN's H D^2: 2 (D/2 - 1) (D + 1) < D^2
+        self.features = self.head_dim // 2 - 1 if self.both else self.head_dim - 1
+        shape = (self.hidden_size, self.heads, self.head_dim, self.features)
+        self.linear = LinearBranch(*shape)
+        self.delta = DeltaBranch(*shape) if self.both else None
+        self.opening = nn.Parameter(torch.empty(self.heads))  # s
+        self.window_weight = nn.Parameter(torch.empty(self.heads))  # w
+        if self.both:
+            self.familiarity = nn.Parameter(torch.empty(self.heads))  # r
+
+    def reset_parameters(self) -> None:
+        self.linear.reset_parameters(weight=0.0)
+        init.zeros_(self.opening)
+        init.ones_(self.window_weight)
+        if self.delta is not None:
+            self.delta.reset_parameters(weight=-1.0)
+            init.zeros_(self.familiarity)
+
+    def state_elements(self) -> int:
+        return self.heads * (1 + self.both) * self.features * (self.head_dim + 1)
+
+    def write_gates(self, x: Tensor) -> Tensor:
+        """Writing strength and log decay of each branch and head, ``(B, n, 2 H)`` or ``(B, n, 4 H)``, float32."""
+        branches = [self.linear] if self.delta is None else [self.linear, self.delta]
+        return torch.cat([gate for branch in branches for gate in branch.gates(x)], -1)
+
+    def recall(
+        self, step: Step, local: Tensor, first: int, k: Tensor, v: Tensor, gates: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert gates is not None
+        assert step.lse is not None
+        slot = torch.arange(k.shape[2], device=k.device) + (step.seen + first - self.window)  # of the written tokens
+        written = None
+        if step.pad is not None:
+            written = (slot >= step.pad[:, None] + self.sinks).unsqueeze(-1)  # (B, m, 1)
+            gates = gates * written  # padding and sinks: no writing strength, and a log decay of 0
+        before, near = local[:, :first], local[:, first:]
+        # states, decays and weights stay in float32 under mixed precision too
+        with torch.autocast(k.device.type, enabled=False):
+            q, k, v = (h.to(gates.dtype) for h in (step.q[:, :, first:], k, v))
+            gates = gates.unflatten(-1, (-1, 2, self.heads)).permute(2, 0, 3, 4, 1)  # (branches, B, 2, H, m)
+            logits, far = self._read(step, step.x[:, first:], slot, q, k, v, gates)
+            lse = self.window_weight.to(gates.dtype) * step.lse[:, first:].to(gates.dtype)
+            share = torch.stack([lse, *logits]).softmax(0)[1:]  # (branches, B, m, H)
+            share = share * (OPENING * self.opening.to(gates.dtype)).tanh()  # 0 at first: the window keeps all
+            added = sum(z.unsqueeze(-1) * (m - near) for z, m in zip(share, far, strict=True))
+        if written is not None:
+            added = added.masked_fill(~written.unsqueeze(-1), 0.0)  # a row's memory is empty until its first eviction
+        joined = near + added.to(near.dtype)
+        return (torch.cat([before, joined], 1) if first else joined), None
+
+    def _read(
+        self, step: Step, x: Tensor, slot: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Write and read each branch: its logit ``(B, m, H)`` beside the window's, its output ``(B, m, H, D)``."""
+        state = {} if step.layer is None else step.layer.state
+        v = pad(v, (0, 1), value=1.0).repeat_interleave(self.heads // self.kv_heads, 1)  # (B, H, m, D + 1)
+        far, log_mass, linear = self.linear.read(q, k, v, gates[0], state.get("linear"), self.options.temperature)
+        state["linear"] = linear
+        logits, outputs = [log_mass + _linear(self.linear.weight, x)], [far]
+        if self.delta is not None:
+            position = slot + step.offset[:, None]  # (B or 1, m)
+            q, k = unrotate(q, *step.rotary(position + self.window)), unrotate(k, *step.rotary(position))
+            far, known, state["delta"] = self.delta.read(q, k, v, gates[1], state.get("delta"))
+            known = self.familiarity.to(known.dtype) * known
+            logits.append(log_mass + _linear(self.delta.weight, x) + known)
+            outputs.append(far)
+        return logits, outputs
+
+
+def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
+    """``linear(x)`` in float32 or wider, whatever the model's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), linear.weight.to(wide), linear.bias.to(wide))

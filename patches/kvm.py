@@ -1,0 +1,280 @@
+"""KVM (Key-Value Means, arXiv 2605.09877) for a pretrained base: rows of merged keys and values beside the window.
+
+The window loses a whole chunk at a time; each token of it either founds a row or joins the row whose key is likest.
+Rows are read by the same softmax as the window. How the paper's form of the keys is replaced, so that a row of a single
+token is that token's own key, is :class:`RotaryKeys`; nobody has published KVM on a pretrained model, this is ours.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import elu, linear, normalize
+from transformers import initialization as init
+
+from .cache import MemoryCacheLayer, plain_stream
+from .errors import RetrofitError, nearest
+from .frames import Frame, joined_attention, sink_attention
+from .kvm_blocks import Rule, attend_blocks, no_rows
+from .kvm_rows import Budget, Schedule, absorb, prepare, read_rows, schedule
+from .memory import Memory, Options, Step
+from .rotary import Rotary, rotate, unrotate
+
+BUDGETS = ("fixed", "power_law", "saturating")
+POSITIONS = ("row", "edge", "nope")
+CHUNK = 256  # the paper's, and the most that is chosen unasked
+
+
+@dataclass(frozen=True)
+class KVMOptions(Options):
+    """Options of ``kvm``.
+
+    Attributes:
+        chunk: tokens that leave the window together; divides it. None: half of the window, or the largest divisor
+            below that is at most 256 and, under a fixed budget, at most ``rows``.
+        budget: ``"fixed"``, ``"power_law"`` (``factor * e ** exponent`` rows after e tokens) or ``"saturating"``
+            (``N e / (N + e)``, N being ``saturation``).
+        rows: rows per key/value head under a fixed budget, the least under the others. None: as many as fill the bytes
+            of an AHN state, ``H D^2`` elements, if fixed; otherwise no least number.
+        factor, exponent, saturation: of the growing budgets.
+        multiple: growing budgets are rounded down to a multiple of this.
+        positions: where a row's key stands when it is read: ``"row"``, the mean position of its tokens; ``"edge"``, just
+            before the window (for contexts beyond the base's trained length); ``"nope"``, at the query itself.
+        gate_appends: whether the merge gate also weakens tokens that found rows (one of the two public codes does it).
+    """
+
+    chunk: int | None = None
+    budget: str = "fixed"
+    rows: int | None = None
+    factor: float = 16.0
+    exponent: float = 0.5
+    saturation: int = 1024
+    multiple: int = 1
+    positions: str = "row"
+    gate_appends: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (("budget", BUDGETS), ("positions", POSITIONS)):
+            value = getattr(self, name)
+            if value not in choices:
+                hint = nearest(value, choices)
+                raise RetrofitError(f"{name}={value!r} is not known{hint}: choose one of {', '.join(choices)}")
+        for name in ("chunk", "rows", "saturation", "multiple"):
+            value = getattr(self, name)
+            if value is None and name in ("chunk", "rows"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RetrofitError(f"{name}={value!r}: give a whole number, 1 or more")
+        for name in ("factor", "exponent"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise RetrofitError(f"{name}={value!r}: give a number above 0")
+        if self.exponent > 1:
+            raise RetrofitError(f"exponent={self.exponent}: more rows than tokens mean nothing, choose 1 or less")
+        if not isinstance(self.gate_appends, bool):
+            raise RetrofitError(f"gate_appends={self.gate_appends!r}: give true or false")
+
+
+@dataclass
+class RotaryKeys:
+    """Keys of a base that rotates all their channels and does not normalise them.
+
+    Sums hold keys turned back to position 0 and without the projection's bias, which all keys share and which would make
+    all of them alike. Likeness is the cosine. A row is read with the length of its founder, with the bias, and turned
+    to a position: a row of one token is that token's key.
+
+    Attributes:
+        rotary: the model's tables.
+        origin: rotary position of index 0 in each row ``(1 or B, 1)``.
+        bias: of the key projection ``(H_kv, 1, D)``, or None.
+        positions: as in :class:`KVMOptions`.
+    """
+
+    rotary: Rotary
+    origin: Tensor
+    bias: Tensor | None
+    positions: str
+
+    def written(self, k: Tensor, index: Tensor) -> Tensor:
+        key = unrotate(k.to(torch.promote_types(k.dtype, torch.float32)), *self._tables(index))
+        return key if self.bias is None else key - self.bias
+
+    def probe(self, key: Tensor) -> Tensor:
+        return normalize(key, dim=-1)
+
+    def address(self, sums: Tensor) -> Tensor:
+        return normalize(sums, dim=-1)
+
+    def read(self, sums: Tensor, length: Tensor, index: Tensor, edge: Tensor) -> Tensor:
+        key = length * normalize(sums, dim=-1)
+        if self.bias is not None:
+            key = key + self.bias
+        if self.positions == "row":
+            index = index.squeeze(-1)  # (B, N, H, M)
+        elif self.positions == "edge":
+            index = edge[:, :, None, None]
+        else:
+            index = self._zero()[:, :, None, None]
+        cos, sin = (x.unflatten(1, index.shape[1:]) for x in self._tables(index.flatten(1)))
+        return rotate(key.unsqueeze(1), cos, sin).squeeze(1)
+
+    def queries(self, q: Tensor, index: Tensor) -> Tensor | None:
+        if self.positions != "nope":
+            return None
+        moved = unrotate(q.to(torch.promote_types(q.dtype, torch.float32)), *self._tables(index))
+        return rotate(moved, *self._tables(self._zero())).to(q.dtype)
+
+    def _tables(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary(index + self.origin)
+
+    def _zero(self) -> Tensor:
+        """The index ``(1 or B, 1)`` that has rotary position 0: where queries and rows meet without any."""
+        return -self.origin
+
+
+class KVM(Memory):
+    """Rows of merged tokens, seen by the window's softmax; the exact sinks stand apart from them.
+
+    Trained: a merge gate per key/value head, zero at first (every token then weighs 1 in a row's mean), and a
+    temperature of the rows' logits per query head, 1 at first. The window has no temperature: below it the model stays
+    its base.
+    """
+
+    kind = "kvm"
+    Options = KVMOptions
+
+    def __init__(self, config: Any, window: int, sinks: int, options: Any):
+        super().__init__(config, window, sinks, options)
+        self.longest = config.max_position_embeddings
+        self.merge_gate = nn.Linear(self.hidden_size, self.kv_heads, bias=False)
+        self.temperature = nn.Parameter(torch.empty(self.heads))
+
+    def reset_parameters(self) -> None:
+        init.zeros_(self.merge_gate.weight)
+        init.ones_(self.temperature)
+
+    def check_window(self, window: int, sinks: int) -> None:
+        chunk = self.options.chunk
+        if chunk is None:
+            return
+        if window % chunk:
+            raise RetrofitError(
+                f"window={window} is not a multiple of chunk={chunk}: choose a window of whole chunks, or leave chunk out"
+            )
+        if self.options.budget == "fixed" and chunk > self.rows:
+            raise RetrofitError(
+                f"chunk={chunk} is more than rows={self.rows}, and the first chunk founds a row per token: choose more "
+                "rows or a smaller chunk"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows per head: the fixed budget, or the least of a growing one."""
+        if self.options.rows is not None:
+            return self.options.rows
+        if self.options.budget != "fixed":
+            return 1
+        return max(1, self.heads * self.head_dim**2 // (self.kv_heads * self._row_elements))
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that leave the window together."""
+        if self.options.chunk is not None:
+            return self.options.chunk
+        most = max(1, min(self.window // 2, CHUNK, self.rows if self.options.budget == "fixed" else CHUNK))
+        return next(size for size in range(most, 0, -1) if self.window % size == 0)
+
+    @property
+    def schedule(self) -> Schedule:
+        """How many rows there are when."""
+        chosen = self.options
+        budget = Budget(chosen.budget, self.rows, chosen.factor, chosen.exponent, chosen.saturation, chosen.multiple)
+        return schedule(budget, self.chunk, self.window)
+
+    @property
+    def _row_elements(self) -> int:
+        return 2 * self.head_dim + 4
+
+    def state_elements(self) -> int:
+        """Of a growing budget: at the longest input the base is made for."""
+        schedule = self.schedule
+        blocks = max(1, (self.longest - self.sinks - self.window) // self.chunk)
+        return schedule.rows(blocks) * self.kv_heads * self._row_elements
+
+    def write_gates(self, x: Tensor) -> Tensor:
+        """``1 + ELU(W_g x)`` of each key/value head, ``(B, n, H_kv)``, float32 or wider."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return 1 + elu(linear(x.to(wide), self.merge_gate.weight.to(wide)))
+
+    def attend(self, step: Step) -> tuple[Tensor, Tensor | None]:
+        assert step.gates is not None
+        layer, n = step.layer, step.x.shape[1]
+        rule = Rule(self.schedule, self.temperature, step.scale, 0, self.options.gate_appends, step.dropout)
+        pad = None if step.pad is None else step.pad.tolist()
+        frame = Frame(step.seen, n, pad, self.sinks, self.chunk, step.q.device)
+        bias = None
+        if step.key_bias is not None:
+            bias = step.key_bias.to(torch.promote_types(step.k.dtype, torch.float32)).view(self.kv_heads, 1, -1)
+        keys = RotaryKeys(step.rotary, step.offset[:, None] + frame.column(frame.skip), bias, self.options.positions)
+        with torch.autocast(step.q.device.type, enabled=False):
+            if layer is not None and self._one_more(step, layer, frame):
+                return self._decode(step, layer, frame, keys, rule), None
+            if layer is None:
+                stream = plain_stream(step.k, step.v, step.gates, step.pad, seen=0, window=self.window, sinks=self.sinks)
+            else:
+                stream = layer.stream(step.k, step.v, step.gates, step.pad)
+            assert stream.gates is not None
+            rows = no_rows(step.k) if layer is None else layer.state.get("rows", no_rows(step.k))
+            before = step.seen - self.window, -self.window
+            k, v, gates = (frame.lay(x, *before) for x in (stream.k, stream.v, _per_head(stream.gates)))
+            q, sinks = frame.lay(step.q, step.seen), (stream.sink_k, stream.sink_v)
+            out, rows = attend_blocks(q, k, v, gates, *sinks, rows, keys, rule, frame)
+            of_sinks = sink_attention(frame, step.q, *sinks, step.scale, step.dropout)
+        if layer is not None:
+            layer.state["rows"] = rows
+            layer.commit(stream, n)
+        return frame.collect(out, of_sinks), None
+
+    def _one_more(self, step: Step, layer: MemoryCacheLayer, frame: Frame) -> bool:
+        """Whether this is plain decoding: one token, all sinks there, no graph for in-place writes to break."""
+        if not layer.evicting or step.x.shape[1] != 1 or min(frame.start) < 0:
+            return False
+        graph = (step.q, step.k, step.v, step.gates, layer.keys, layer.values, layer.gates, self.temperature)
+        return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in graph if tensor is not None))
+
+    def _decode(self, step: Step, layer: MemoryCacheLayer, frame: Frame, keys: RotaryKeys, rule: Rule) -> Tensor:
+        """One token: if it begins a chunk, the oldest chunk becomes rows first; then it attends. ``(B, 1, H, D)``."""
+        schedule, device = rule.schedule, step.q.device
+        old, new = ([rule.evicted(index) for index in indices] for indices in ([s - 1 for s in frame.start], frame.start))
+        rows = layer.state["rows"]
+        if old != new:
+            ring = (torch.arange(self.chunk, device=device) + step.seen) % self.window  # the chunk W slots ago
+            index = frame.column(frame.start) - self.window + torch.arange(self.chunk, device=device)
+            k, v = (x[:, :, self.sinks + ring] for x in (layer.keys, layer.values))
+            blocks = prepare(k, v, _per_head(layer.gates[:, ring]), index, keys, self.chunk)
+            before, after = ([schedule.rows(n) for n in numbers] for numbers in (old, new))
+            active = [x != y for x, y in zip(old, new, strict=True)]
+            rows = absorb(rows, blocks, 0, keys, before, after, active, 0, rule.gate_appends)
+            layer.state["rows"] = rows
+        layer.push(step.k, step.v, step.gates)
+
+        begin = [max(0, (index // self.chunk + 1) * self.chunk - self.window) for index in frame.start]
+        slot = step.seen - (step.seen - torch.arange(self.window, device=device)) % self.window
+        near = slot >= frame.column([b + skip for b, skip in zip(begin, frame.skip, strict=True)])
+        mask = torch.cat([near.new_ones(len(near), self.sinks), near], 1)
+        parts = [(step.q, layer.keys, layer.values, mask)]
+        counts = [schedule.rows(n) for n in new]
+        if max(counts):
+            at = frame.column(frame.start)
+            moved = keys.queries(step.q, at)
+            warmed = (step.q if moved is None else moved) * rule.temperature.to(step.q.dtype)[:, None, None]
+            row_k, row_v = read_rows(rows.unsqueeze(1), keys, frame.column(begin) - 1)
+            held = torch.arange(rows.shape[2], device=device) < frame.column(counts)
+            parts.append((warmed, row_k[:, 0].to(step.k.dtype), row_v[:, 0].to(step.v.dtype), held))
+        return joined_attention(parts, step.scale, step.dropout)
+
+
+def _per_head(gates: Tensor) -> Tensor:
+    """``(B, n, H_kv) -> (B, H_kv, n, 1)``."""
+    return gates.transpose(1, 2).unsqueeze(-1)

@@ -1,0 +1,267 @@
+"""Tensor Cache (arXiv 2605.22884): an outer-product matrix per key/value head, joined behind the output projection.
+
+The read goes through a projection and a gate of its own: ``out = W_O(window) + sigmoid(g) W_tc(read)``. Deviations from
+the paper and its code are in docs/memories/tensor-cache.md.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .errors import RetrofitError
+from .memory import Step
+from .population import Pairs, PopulationOptions, UngatedMemory, one_of, per_query
+from .scan import gated_delta_rule, linear_attention
+
+UNIT_EPS = 1e-5  # beside the length of a key or query that is normalised
+GATE = -2.0  # initial logit of the gate of a layer
+TIMESCALES = {"fast": (0.995, 0.05), "slow": (0.9995, 0.01)}  # initial decay and writing strength
+
+
+def write_and_read_steps(
+    rule: str, q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The paper's recurrences, token by token (eq. 4 to 6): write the token, then let the query read.
+
+    - ``outer``: ``A <- lambda A + eta k v^T``
+    - ``delta``: ``A <- lambda A + eta k (v - k A)^T``, the error against the state before its decay
+    - ``wedge``: ``A <- lambda A + eta (k v^T - v k^T)``
+
+    Args:
+        rule: one of ``RULES``.
+        q: queries ``(R, G, m, D)``, G of them read each state.
+        k, v: keys and values ``(R, 1, m, D)``.
+        strength: eta ``(R, 1, m)``; 0 writes nothing.
+        log_decay: log of lambda ``(R, 1, m)``; 0 where nothing is written.
+        state: A before the first token ``(R, 1, D, D)``, keys by values; None means zero.
+
+    Returns:
+        The readings ``q A`` ``(R, G, m, D)`` and the last state.
+    """
+    A = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state is None else state
+    readings = []
+    for t in range(k.shape[2]):
+        key, value = k[:, :, t, :, None], v[:, :, t, None, :]
+        if rule == "delta":
+            value = value - (key * A).sum(-2, keepdim=True)
+        write = key * value
+        if rule == "wedge":
+            write = write - write.transpose(-1, -2)
+        A = log_decay[:, :, t, None, None].exp() * A + strength[:, :, t, None, None] * write
+        readings.append((q[:, :, t, :, None] * A).sum(-2))
+    return torch.stack(readings, 2), A
+
+
+def _outer(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
+    return linear_attention(q, k, v * strength.unsqueeze(-1), log_decay, state)
+
+
+def _wedge(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
+    # decay is a number, so the wedge's state is that of the outer products less its transpose; the former is kept
+    read, outer = _outer(q, k, v, strength, log_decay, state)
+    back, _ = _outer(q, v, k, strength, log_decay, None if state is None else state.transpose(-1, -2))
+    return read - back, outer
+
+
+def _delta(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
+    # the gated delta rule measures the error after the decay: the same with eta / lambda and lambda v
+    decay = log_decay.exp()
+    v, strength = v * decay.unsqueeze(-1), strength / decay
+    k, v, strength, log_decay = (per_query(x, q) for x in (k, v, strength, log_decay))
+    read, last = gated_delta_rule(q, k, v, strength, log_decay, None if state is None else per_query(state, q))
+    return read, last[:, :1].clone()  # a view would keep the copies for the other queries alive
+
+
+# the fast form of each rule; arguments and results as write_and_read_steps
+RULES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"outer": _outer, "delta": _delta, "wedge": _wedge}
+
+
+@dataclass(frozen=True)
+class TensorCacheOptions(PopulationOptions):
+    """The paper's knobs.
+
+    Attributes:
+        rule: ``"outer"``, ``"delta"`` or ``"wedge"`` (the last gave the paper a negative result).
+        normalize_keys: give written keys unit length; pretrained keys are long. ``delta`` requires it.
+        normalize_queries: give reading queries unit length.
+        value_scale: factor of written values.
+        z_norm: divide each read by what its query finds of the keys alone, where that is more than 1.
+        slots: matrices per head; a token is written to the one whose slot key is nearest to its key.
+        top_k: how many of the slots a query reads, weighted by a softmax over their keys.
+        temperature: of that softmax and of the routing.
+        two_timescale: a second, slower state with the same writes, read with a learned weight.
+    """
+
+    rule: str = "outer"
+    normalize_keys: bool = True
+    normalize_queries: bool = False
+    value_scale: float = 1.0
+    z_norm: bool = False
+    slots: int = 1
+    top_k: int = 1
+    temperature: float = 1.0
+    two_timescale: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("rule", self.rule, tuple(RULES))
+        for name in ("normalize_keys", "normalize_queries", "z_norm", "two_timescale"):
+            if not isinstance(getattr(self, name), bool):
+                raise RetrofitError(f"{name}={getattr(self, name)!r}: use true or false")
+        for name in ("value_scale", "temperature"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise RetrofitError(f"{name}={value!r}: use a number above 0")
+        for name in ("slots", "top_k"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise RetrofitError(f"{name}={getattr(self, name)!r}: use a whole number, 1 or more")
+        if self.top_k > self.slots:
+            raise RetrofitError(f"top_k={self.top_k} slots cannot be read of slots={self.slots}: choose top_k <= slots")
+        if self.rule == "delta" and not self.normalize_keys:
+            raise RetrofitError(
+                "rule='delta' diverges once eta |k|^2 exceeds 1 + lambda, as the keys of pretrained models make it: "
+                "use it with normalize_keys=true"
+            )
+
+
+class Timescale(nn.Module):
+    """One decayed store: lambda and eta of each key/value head, as logits."""
+
+    def __init__(self, kv_heads: int):
+        super().__init__()
+        self.theta_lambda = nn.Parameter(torch.empty(kv_heads))
+        self.theta_eta = nn.Parameter(torch.empty(kv_heads))
+
+    def forward(
+        self,
+        rule: str,
+        z_norm: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chosen: Tensor,
+        state: Tensor | None,
+        mass: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Write and read all slots.
+
+        Args:
+            rule: one of ``RULES``.
+            z_norm: whether to keep and divide by the mass.
+            q: ``(B, H_kv, slots, G, m, D)``.
+            k, v: ``(B, H_kv, slots, 1, m, D)``.
+            chosen: which slot each token goes to ``(B, H_kv, slots, 1, m)``, 0 or 1; the others neither decay nor grow.
+            state, mass: as returned by the call before, or None.
+
+        Returns:
+            The readings ``(B, H_kv, slots, G, m, D)``, the state ``(B, H_kv * slots, D, D)``, and with ``z_norm`` the
+            decayed sum of keys ``(B, H_kv * slots, D, 1)``.
+        """
+        rows = q.shape[:3]
+        per_head = (1, -1, 1, 1, 1)
+        log_decay = nn.functional.logsigmoid(self.theta_lambda.to(k.dtype)).view(per_head) * chosen
+        strength = self.theta_eta.to(k.dtype).sigmoid().view(per_head) * chosen
+        q, k, v, log_decay, strength = (x.flatten(0, 2) for x in (q, k, v, log_decay, strength))
+        read, state = RULES[rule](q, k, v, strength, log_decay, _folded(state))
+        if z_norm:
+            found, mass = linear_attention(q, k, strength.unsqueeze(-1), log_decay, _folded(mass))
+            read, mass = read / found.abs().clamp_min(1), mass.reshape(rows[0], -1, *mass.shape[2:])
+        return read.unflatten(0, rows), state.reshape(rows[0], -1, *state.shape[2:]), mass
+
+
+class TensorCache(UngatedMemory):
+    """The second-level cache of a layer: one or two :class:`Timescale`, a scalar gate, a projection, maybe a router."""
+
+    kind = "tensor-cache"
+    Options = TensorCacheOptions
+
+    def __init__(self, config: Any, window: int, sinks: int, options: Any):
+        super().__init__(config, window, sinks, options)
+        self.fast = Timescale(self.kv_heads)
+        if options.two_timescale:
+            self.slow = Timescale(self.kv_heads)
+            self.alpha = nn.Parameter(torch.empty(self.kv_heads))
+        if options.slots > 1:
+            self.slot_keys = nn.Parameter(torch.empty(self.kv_heads, options.slots, self.head_dim))
+        self.gate = nn.Parameter(torch.empty(1))
+        self.W_tc = nn.Linear(self.heads * self.head_dim, self.hidden_size, bias=False)
+
+    def reset_parameters(self) -> None:
+        for name, (decay, strength) in TIMESCALES.items():
+            if hasattr(self, name):
+                timescale = getattr(self, name)
+                init.constant_(timescale.theta_lambda, math.log(decay / (1 - decay)))
+                init.constant_(timescale.theta_eta, math.log(strength / (1 - strength)))
+        if self.options.two_timescale:
+            init.zeros_(self.alpha)  # half of the slow read
+        if self.options.slots > 1:
+            init.normal_(self.slot_keys, std=0.02)
+        init.constant_(self.gate, GATE)
+        init.zeros_(self.W_tc.weight)  # a fresh memory adds exactly nothing, and still has a gradient
+
+    def state_elements(self) -> int:
+        matrix = self.head_dim * (self.head_dim + self.options.z_norm)
+        return (1 + self.options.two_timescale) * self.kv_heads * self.options.slots * matrix
+
+    def exchange(self, step: Step, pairs: Pairs, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        options, wide = self.options, torch.promote_types(pairs.k.dtype, torch.float32)
+        q, k, v = (x.to(wide) for x in (pairs.q, pairs.k, pairs.v))
+        q = q.unflatten(1, (self.kv_heads, -1))  # (B, H_kv, G, m, D)
+        q = _unit(q) if options.normalize_queries else q
+        k = _unit(k) if options.normalize_keys else k
+        chosen, weights = self._route(q, k)
+        if pairs.written is not None:
+            chosen = chosen * pairs.written[:, None, None, None]
+        slots = (-1, -1, options.slots, -1, -1, -1)
+        rows = (
+            q.unsqueeze(2).expand(slots),
+            *(x[:, :, None, None].expand(slots) for x in (k, v * options.value_scale)),
+        )
+
+        read, new = torch.zeros_like(q), {}
+        for name in ("fast", "slow")[: 1 + options.two_timescale]:
+            matrix, mass = f"{name}.matrix", f"{name}.mass"
+            timescale = getattr(self, name)
+            found, new[matrix], keys = timescale(
+                options.rule, options.z_norm, *rows, chosen, state.get(matrix), state.get(mass)
+            )
+            if keys is not None:
+                new[mass] = keys
+            found = found.squeeze(2) if weights is None else (found * weights.unsqueeze(-1)).sum(2)
+            read = read + (found if name == "fast" else found * self.alpha.to(wide).sigmoid().view(-1, 1, 1, 1))
+        return read.flatten(1, 2), new
+
+    def _route(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where keys (B, H_kv, m, D) go, ``(B, H_kv, slots, 1, m)`` of 0 and 1, and what queries take of each slot.
+
+        The choice of the slot is hard, its gradient that of the softmax (straight-through). The weights are
+        ``(B, H_kv, slots, G, m)``; None with a single slot.
+        """
+        if self.options.slots == 1:
+            return k.new_ones(*k.shape[:2], 1, 1, k.shape[2]), None
+        slot_keys = _unit(self.slot_keys.to(k.dtype))
+        scale = 1 / (math.sqrt(self.head_dim) * self.options.temperature)
+        likely = (torch.einsum("bhmd,hsd->bhsm", _unit(k), slot_keys) * scale).softmax(2)
+        hard = torch.zeros_like(likely).scatter(2, likely.argmax(2, keepdim=True), 1.0)
+        chosen = hard + (likely - likely.detach())
+        top = (torch.einsum("bhgmd,hsd->bhsgm", _unit(q), slot_keys) * scale).topk(self.options.top_k, 2)
+        weights = q.new_zeros(*q.shape[:2], self.options.slots, *q.shape[2:4])
+        return chosen.unsqueeze(3), weights.scatter(2, top.indices, top.values.softmax(2))
+
+    def join(self, local: Tensor, read: Tensor) -> tuple[Tensor, Tensor | None]:
+        added = nn.functional.linear(read.flatten(2), self.W_tc.weight.to(read.dtype))
+        return local, (added * self.gate.to(read.dtype).sigmoid()).to(local.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + UNIT_EPS)
+
+
+def _folded(state: Tensor | None) -> Tensor | None:
+    """``(B, H_kv * slots, ...) -> (B * H_kv * slots, 1, ...)``."""
+    return None if state is None else state.flatten(0, 1).unsqueeze(1)

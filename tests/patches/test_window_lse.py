@@ -1,0 +1,119 @@
+"""Window attention with its log-sum-exp: every form against the dense softmax, values and gradients of both outputs."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from patches import lse as lse_file
+from patches import window as window_file
+from patches.lse import attention_lse, naive_attention_lse, recomputed_attention_lse
+from patches.window import decode_attention, decode_attention_lse, window_attention, window_attention_lse
+
+B, H, KV, T, D, SCALE = 2, 4, 2, 90, 8, 0.3
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(params=["kernel", "recomputed"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The CPU's kernel, and the form for other devices, run here with a few queries at a time."""
+    if request.param == "recomputed":
+        monkeypatch.setattr(window_file, "attention_lse", recomputed_attention_lse)
+        monkeypatch.setattr(lse_file, "SCORES", 2**11)
+    return request.param
+
+
+def heads(dtype: torch.dtype = torch.float64, length: int = T) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(B, count, length, D) for count in (H, KV, KV)]
+    return [(2 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_() for shape in shapes]
+
+
+def blocked(attention, q, k, v, window, sinks, padding=None):  # type: ignore[no-untyped-def]
+    """``attention`` over a whole sequence at once, its rows padded on the left by ``padding`` (B,)."""
+    k_stream, v_stream = (pad(x, (0, 0, window, 0)) for x in (k, v))
+    first = torch.zeros(B, dtype=torch.long) if padding is None else padding
+    slot = (first[:, None] + torch.arange(sinks))[:, None, :, None].expand(-1, KV, -1, D)
+    return attention(
+        q,
+        k_stream,
+        v_stream,
+        k.gather(2, slot),
+        v.gather(2, slot),
+        window=window,
+        start=0,
+        scale=SCALE,
+        pad=padding,
+        max_pad=0 if padding is None else int(padding.max()),
+    )
+
+
+def dense(q, k, v, window, sinks, padding=None):  # type: ignore[no-untyped-def]
+    """The same by one T x T softmax in float64."""
+    k, v = (x.double().repeat_interleave(H // KV, 1) for x in (k, v))
+    first = (torch.zeros(B, dtype=torch.long) if padding is None else padding)[:, None, None]
+    t, j = torch.arange(T)[:, None], torch.arange(T)
+    seen = (j <= t) & ((t - j < window) | (j < first + sinks)) & (j >= first) | (j == t)
+    logits = (q.double() @ k.transpose(2, 3) * SCALE).masked_fill(~seen[:, None], float("-inf"))
+    return (logits.softmax(-1) @ v).transpose(1, 2), logits.logsumexp(-1).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (1, 3), (7, 2), (32, 4), (88, 1)])
+@pytest.mark.parametrize("padding", [None, (0, 23)])
+def test_it_is_the_dense_softmax(form: str, window: int, sinks: int, padding: tuple[int, ...] | None) -> None:
+    q, k, v = heads()
+    before = None if padding is None else torch.tensor(padding)
+    ours = blocked(window_attention_lse, q, k, v, window, sinks, before)
+    theirs = dense(q, k, v, window, sinks, before)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, atol=1e-12, rtol=0)
+    weights = [torch.randn(x.shape, dtype=x.dtype) for x in theirs]
+    for mine, reference in zip(
+        torch.autograd.grad(ours, (q, k, v), weights), torch.autograd.grad(theirs, (q, k, v), weights), strict=True
+    ):
+        torch.testing.assert_close(mine, reference, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_dtypes(form: str, dtype: torch.dtype) -> None:
+    q, k, v = heads(dtype)
+    out, lse = blocked(window_attention_lse, q, k, v, 16, 2)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.promote_types(dtype, torch.float32)
+    for mine, reference in zip((out, lse), dense(q, k, v, 16, 2), strict=True):
+        torch.testing.assert_close(mine.double(), reference, atol=TOLERANCE[dtype], rtol=0)
+    grads = torch.autograd.grad(lse.sum(), (q, k))
+    for mine, reference in zip(grads, torch.autograd.grad(dense(q, k, v, 16, 2)[1].sum(), (q, k)), strict=True):
+        torch.testing.assert_close(mine.double(), reference.double(), atol=TOLERANCE[dtype], rtol=0.02)
+
+
+@pytest.mark.parametrize("form", [attention_lse, recomputed_attention_lse, naive_attention_lse])
+@pytest.mark.parametrize("masked", [True, False])
+def test_gradients_of_every_form(form, masked: bool) -> None:  # type: ignore[no-untyped-def]
+    q, k, v = (torch.randn(2, *shape, 3, dtype=torch.float64, requires_grad=True) for shape in ((2, 4), (6,), (6,)))
+    mask = (torch.arange(6) <= torch.arange(4)[:, None] + 1)[None, None] if masked else None
+    assert torch.autograd.gradcheck(lambda *rows: form(*rows, mask, 0.7), (q, k, v))
+    # one of the two may not be used: the other's gradient is then None or zero
+    assert torch.autograd.gradcheck(lambda *rows: form(*rows, mask, 0.7)[1], (q, k, v))
+    assert torch.autograd.gradcheck(lambda *rows: form(*rows, mask, 0.7)[0], (q, k, v))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_on_a_cpu_the_output_is_bit_for_bit_that_without(dtype: torch.dtype) -> None:
+    q, k, v = heads(dtype)
+    for padding in (None, torch.tensor([0, 23])):
+        plain = blocked(window_attention, q, k, v, 16, 3, padding)
+        assert torch.equal(blocked(window_attention_lse, q, k, v, 16, 3, padding)[0], plain)
+    one = q[:, :, -1:]
+    out, lse = decode_attention_lse(one, k, v, scale=SCALE)
+    assert torch.equal(out, decode_attention(one, k, v, scale=SCALE))
+    assert lse.shape == (B, 1, H)
+
+
+def test_dropout_leaves_the_normaliser_alone() -> None:
+    q, k, v = heads()
+    kept, dropped = (
+        decode_attention_lse(q[:, :, -1:], k, v.new_ones(v.shape), scale=SCALE, dropout=p) for p in (0.0, 0.5)
+    )
+    torch.testing.assert_close(kept[1], dropped[1], atol=1e-12, rtol=0)
+    assert not torch.allclose(kept[0], dropped[0])

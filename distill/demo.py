@@ -23,7 +23,7 @@ from distill.data import PackedRows
 from distill.demo_recall import pick_prompt, print_recall, reload
 from distill.demo_teacher import LENGTH, train_teacher
 from distill.demo_text import documents, generator, recall_distance, tokenizer
-from distill.progress import ProgressCallback, progress_bar
+from distill.progress import Bar, ProgressCallback, progress_bar
 from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
 from patches.kinds import KINDS, find_kind
@@ -134,12 +134,13 @@ def _quiet_on_one_thread() -> Iterator[None]:
 
 def _teach(seed: int) -> tuple[PreTrainedModel, float]:
     """A trained teacher, and how many seconds that took."""
-    began, stage, bar = time.perf_counter(), "", None
+    began, stage = time.perf_counter(), ""
+    bar: Bar | None = None
     with ExitStack() as bars:
 
         def on_step(now: str, step: int, most: int, loss: float, accuracy: float) -> None:
             nonlocal stage, bar
-            if now != stage:
+            if bar is None or now != stage:
                 bars.close()
                 stage, bar = now, bars.enter_context(progress_bar(STAGES[now], most))
             bar.update(step, f"loss {loss:.2f}, recall {accuracy:.0%}")

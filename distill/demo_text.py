@@ -22,7 +22,7 @@ NAMES = "ada ben cleo dario elsa finn gwen hugo iris jonas kira leo mira nils ol
 SURNAMES = (
     "archer baker carter cooper dyer fisher fletcher glover harper mason miller porter sawyer tanner turner weaver"
 ).split()
-# each noun has one adjective it usually takes and one it sometimes takes; the first noun of a row is the commonest
+# each noun has one adjective it usually takes and one it sometimes takes; here and below, earlier words are commoner
 ANIMALS = {
     "goat": "grey white",
     "dog": "shy small",
@@ -84,25 +84,18 @@ def documents(count: int, length: int, source: torch.Generator, *, people: float
 
     def pick(words: list[str]) -> Tensor:
         ids = torch.tensor([_ID[word] for word in words])
-        zipf = 1 / torch.arange(1, len(words) + 1)
-        return ids[torch.multinomial(zipf, count * shape[1], replacement=True, generator=source)].view(shape)
+        drawn = torch.multinomial(_zipf(len(words)), count * shape[1], replacement=True, generator=source)
+        return ids[drawn].view(shape)
 
     def described(nouns: dict[str, str]) -> tuple[Tensor, Tensor]:
         adjectives = torch.zeros(len(WORDS), 2, dtype=torch.long)
         for noun, pair in nouns.items():
             adjectives[_ID[noun]] = torch.tensor([_ID[word] for word in pair.split()])
-        noun = pick(list(nouns))
-        return adjectives[noun, chance(0.25).long()], noun
+        drawn = pick(list(nouns))
+        return adjectives[drawn, chance(0.25).long()], drawn
 
-    # who: 30 % of the people are new while fewer than MAX_BINDINGS are known, the others any known one
     person = chance(people)
-    new = person & (chance(0.3) | (person.cumsum(1) == 1))
-    known = new.cumsum(1).clamp(max=MAX_BINDINGS)
-    new &= known > pad(known, (1, 0))[:, :-1]
-    known_one = (torch.rand(shape, generator=source) * known).long()
-    who = torch.where(new, known - 1, known_one)
-    cast = torch.rand(count, len(NAMES), generator=source).argsort(1).gather(1, who)
-    family = torch.rand(count, len(SURNAMES), generator=source).argsort(1).gather(1, who)
+    name, surname = _cast(person, source)
 
     # slots of one sentence: [filler] [name surname | the adjective animal] [verb phrase] . ; an empty slot holds -1
     the, blank = torch.full(shape, _ID["the"]), torch.full(shape, -1)
@@ -112,8 +105,8 @@ def documents(count: int, length: int, source: torch.Generator, *, people: float
     stays, plain = chance(0.4), chance(0.5)
     slots = [
         torch.where(chance(0.3), pick(FILLERS), -1),
-        torch.where(person, cast + _ID[NAMES[0]], the),
-        torch.where(person, family + _ID[SURNAMES[0]], adjective),
+        torch.where(person, name, the),
+        torch.where(person, surname, adjective),
         torch.where(person, blank, animal),
         torch.where(stays, pick(WAITED), pick(FOUND)),
         torch.where(stays, pick(NEAR), blank),
@@ -125,6 +118,25 @@ def documents(count: int, length: int, source: torch.Generator, *, people: float
     text = torch.stack(slots, 2).flatten(1)
     first_words = (text < 0).long().argsort(dim=1, stable=True)[:, :length]  # blanks go to the back, the order stays
     return text.gather(1, first_words)
+
+
+def _cast(person: Tensor, source: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Name and surname for each sentence of which ``person`` (documents, sentences) says that it is about somebody.
+
+    30 % of the people are new while fewer than MAX_BINDINGS are known, the others any known one.
+    """
+    count = len(person)
+    new = person & ((torch.rand(person.shape, generator=source) < 0.3) | (person.cumsum(1) == 1))
+    known = new.cumsum(1).clamp(max=MAX_BINDINGS)
+    new &= known > pad(known, (1, 0))[:, :-1]
+    who = torch.where(new, known - 1, (torch.rand(person.shape, generator=source) * known).long())
+    names = torch.multinomial(_zipf(len(NAMES)).expand(count, -1), MAX_BINDINGS, generator=source)
+    surnames = torch.rand(count, len(SURNAMES), generator=source).argsort(1)
+    return names.gather(1, who) + _ID[NAMES[0]], surnames.gather(1, who) + _ID[SURNAMES[0]]
+
+
+def _zipf(count: int) -> Tensor:
+    return 1 / torch.arange(1, count + 1)
 
 
 def recall_distance(ids: Tensor) -> Tensor:

@@ -35,24 +35,28 @@ class H2O(Eviction):
 
     kind = "h2o"
     observes = True
+    native: int | None = None  # the base's own sliding window
     Options = H2OOptions
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
         super().__init__(config, window, sinks, options)
-        native = getattr(config, "sliding_window", None)
-        if native is not None and self.capacity > native:
+        self.native = getattr(config, "sliding_window", None)
+        self.check_window(window, sinks)
+
+    def check_window(self, window: int, sinks: int) -> None:
+        heavy = self._heavy(window)
+        if self.native is not None and sinks + window + heavy > self.native:
             raise RetrofitError(
-                f"this base attends to {native} tokens only: choose sinks + window + heavy <= {native} "
-                f"(now {sinks} + {window} + {self.heavy})"
+                f"this base attends to {self.native} tokens only: choose sinks + window + heavy <= {self.native} "
+                f"(now {sinks} + {window} + {heavy})"
             )
 
-    @property
-    def heavy(self) -> int:
-        return self.window if self.options.heavy is None else self.options.heavy
+    def _heavy(self, window: int) -> int:
+        return window if self.options.heavy is None else self.options.heavy
 
     @property
     def capacity(self) -> int:
-        return self.sinks + self.window + self.heavy
+        return self.sinks + self.window + self._heavy(self.window)
 
     @property
     def protected(self) -> int:

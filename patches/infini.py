@@ -14,7 +14,7 @@ from torch.nn.functional import elu
 from transformers import initialization as init
 
 from .memory import Step
-from .population import Pairs, PopulationOptions, UngatedMemory, one_of, per_query
+from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, one_of, per_query
 from .rotary import unrotate
 from .scan import gated_delta_rule, linear_attention
 
@@ -113,6 +113,8 @@ class InfiniAttention(UngatedMemory):
         if self.options.positions == "none":
             position = pairs.slot + step.offset[:, None]
             q, k = unrotate(q, *step.rotary(position + pairs.lag)), unrotate(k, *step.rotary(position))
+        else:
+            q, k = from_first_token(step, q), from_first_token(step, k)  # features see more than distances
         q, k = elu(q) + 1, elu(k) + 1
         if pairs.written is not None:
             k = k * pairs.written[:, None, :, None]

@@ -94,7 +94,14 @@ class LinearBranch(Branch):
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Write and read; ``q``, ``k`` rotated as in attention, ``v`` (B, H, m, D + 1) with ones, gates (B, 2, H, m).
+        """Write and read.
+
+        Args:
+            q: queries without positions ``(B, H, m, D)``.
+            k: written keys, likewise ``(B, H_kv, m, D)``.
+            v: written values and a one ``(B, H, m, D + 1)``.
+            gates: writing strength and log decay ``(B, 2, H, m)``.
+            state: the state before ``(B, H, F, D + 1)``, or None.
 
         Returns:
             What is read ``(B, m, H, D)``, the log of its mass ``(B, m, H)``, the new state ``(B, H, F, D + 1)``.
@@ -108,12 +115,12 @@ class LinearBranch(Branch):
 
 
 class DeltaBranch(Branch):
-    """The gated delta rule on keys without positions; the column of ones recalls whether the key is known at all."""
+    """The gated delta rule; its column of ones recalls whether a key is known at all (the *familiarity*)."""
 
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`LinearBranch.read`, ``q`` and ``k`` not rotated; in place of the mass the *familiarity*."""
+        """As :meth:`LinearBranch.read`, with the familiarity ``(B, m, H)`` in place of the log mass."""
         q, k = (unit(x) for x in self.mapped(q, k))
         beta, log_decay = gates.unbind(1)
         read, state = gated_delta_rule(q, k, v, beta, log_decay, state)
@@ -175,8 +182,11 @@ class JointMemory(WindowOnly):
         # states, decays and weights stay in float32 under mixed precision too
         with torch.autocast(k.device.type, enabled=False):
             q, k, v = (h.to(gates.dtype) for h in (step.q[:, :, first:], k, v))
+            # without positions: features of rotated keys would depend on where a text begins, not on distances alone
+            position = slot + step.offset[:, None]  # (B or 1, m)
+            q, k = unrotate(q, *step.rotary(position + self.window)), unrotate(k, *step.rotary(position))
             gates = gates.unflatten(-1, (-1, 2, self.heads)).permute(2, 0, 3, 4, 1)  # (branches, B, 2, H, m)
-            logits, far = self._read(step, step.x[:, first:], slot, q, k, v, gates)
+            logits, far = self._read(step, step.x[:, first:], q, k, v, gates)
             lse = self.window_weight.to(gates.dtype) * step.lse[:, first:].to(gates.dtype)
             share = torch.stack([lse, *logits]).softmax(0)[1:]  # (branches, B, m, H)
             share = share * (OPENING * self.opening.to(gates.dtype)).tanh()  # 0 at first: the window keeps all
@@ -187,7 +197,7 @@ class JointMemory(WindowOnly):
         return (torch.cat([before, joined], 1) if first else joined), None
 
     def _read(
-        self, step: Step, x: Tensor, slot: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
+        self, step: Step, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Write and read each branch: its logit ``(B, m, H)`` beside the window's, its output ``(B, m, H, D)``."""
         state = {} if step.layer is None else step.layer.state
@@ -196,8 +206,6 @@ class JointMemory(WindowOnly):
         state["linear"] = linear
         logits, outputs = [log_mass + _linear(self.linear.weight, x)], [far]
         if self.delta is not None:
-            position = slot + step.offset[:, None]  # (B or 1, m)
-            q, k = unrotate(q, *step.rotary(position + self.window)), unrotate(k, *step.rotary(position))
             far, known, state["delta"] = self.delta.read(q, k, v, gates[1], state.get("delta"))
             known = self.familiarity.to(known.dtype) * known
             logits.append(log_mass + _linear(self.delta.weight, x) + known)

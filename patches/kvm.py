@@ -97,7 +97,8 @@ class RotaryKeys:
     positions: str
 
     def written(self, k: Tensor, index: Tensor) -> Tensor:
-        key = unrotate(k.to(torch.promote_types(k.dtype, torch.float32)), *self._tables(index))
+        k = k.to(torch.promote_types(k.dtype, torch.float32))
+        key = unrotate(k, *self._tables(index, k.dtype))
         return key if self.bias is None else key - self.bias
 
     def probe(self, key: Tensor) -> Tensor:
@@ -116,17 +117,19 @@ class RotaryKeys:
             index = edge[:, :, None, None]
         else:
             index = self._zero()[:, :, None, None]
-        cos, sin = (x.unflatten(1, index.shape[1:]) for x in self._tables(index.flatten(1)))
+        cos, sin = (x.unflatten(1, index.shape[1:]) for x in self._tables(index.flatten(1), key.dtype))
         return rotate(key.unsqueeze(1), cos, sin).squeeze(1)
 
     def queries(self, q: Tensor, index: Tensor) -> Tensor | None:
         if self.positions != "nope":
             return None
-        moved = unrotate(q.to(torch.promote_types(q.dtype, torch.float32)), *self._tables(index))
-        return rotate(moved, *self._tables(self._zero())).to(q.dtype)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        moved = unrotate(q.to(wide), *self._tables(index, wide))
+        return rotate(moved, *self._tables(self._zero(), wide)).to(q.dtype)
 
-    def _tables(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotary(index + self.origin)
+    def _tables(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rotary(index + self.origin)
+        return cos.to(dtype), sin.to(dtype)
 
     def _zero(self) -> Tensor:
         """The index ``(1 or B, 1)`` that has rotary position 0: where queries and rows meet without any."""

@@ -11,6 +11,7 @@ from .frames import Frame, blocks_attention
 from .kvm_rows import Keys, Schedule, absorb, prepare, read_rows
 
 GATHERED = 2**22  # keys gathered at a time, in elements: bounds the extra memory of the overlapping windows
+GATHERING = 64  # what gathering a key costs, in products of a query with a key
 
 
 @dataclass
@@ -80,11 +81,9 @@ def attend_blocks(
         blocks = prepare(k[:, :, : frame.size], v[:, :, : frame.size], gates[:, :, : frame.size], block_index, keys, chunk)
 
     moved = keys.queries(q, frame.indices(0, frame.size))
-    q, moved = (None if x is None else x.unflatten(2, (count, chunk)).transpose(1, 2) for x in (q, moved))
-    near_k, near_v = (x[:, :, chunk:].unfold(2, window, chunk).permute(0, 2, 1, 4, 3) for x in (k, v))
-
+    together = _together(rule.schedule, rule.schedule.rows(max(done[-1])))
     pieces = []
-    for span in _spans(frame, done, rule.schedule, k.shape[0] * q.shape[2] * k.shape[3], sink_k.shape[2]):
+    for span in _spans(frame, done, rule.schedule, k.shape[0] * q.shape[1] * k.shape[3], sink_k.shape[2], together):
         states = []
         for j in span:
             if done[j] != done[j + 1]:
@@ -93,86 +92,128 @@ def attend_blocks(
                 active = [x != y for x, y in zip(done[j], done[j + 1], strict=True)]
                 rows = absorb(rows, blocks, j, keys, before, after, active, rule.barred, rule.gate_appends)
             states.append(rows)
-        most = rows.shape[2]
+        most, size = rows.shape[2], min(together, len(span)) * chunk
         stacked = torch.stack([fill(state, (0, 0, 0, most - state.shape[2])) for state in states], 1)
-        at = slice(span.start, span.stop)
-        full = min(frame.base) + (span.start + 1) * chunk >= window
         begins = frame.column(frame.base) + torch.arange(span.start + 1, span.stop + 1, device=q.device) * chunk - window
-        row_k, row_v = read_rows(stacked, keys, begins - 1)
+        read = read_rows(stacked, keys, begins - 1)
+        queries = slice(span.start * chunk, span.stop * chunk)
+        tokens = slice((span.start + 1) * chunk, span.stop * chunk + window)
         counts = [[rule.schedule.rows(n) for n in done[j + 1]] for j in span]
+        full = min(frame.base) + (span.start + 1) * chunk >= window
         pieces.append(
             _attend(
-                q[:, at],
-                None if moved is None else moved[:, at],
-                (sink_k, row_k.to(k.dtype), near_k[:, at]),
-                (sink_v, row_v.to(v.dtype), near_v[:, at]),
-                _mask(counts, begins, sink_k.shape[2], most, full, window, chunk),
+                q[:, :, queries],
+                None if moved is None else moved[:, :, queries],
+                (sink_k, sink_v),
+                read,
+                (k[:, :, tokens], v[:, :, tokens]),
+                _mask(counts, begins, sink_k.shape[2], most, full, window, chunk, size),
+                size,
                 rule,
             )
         )
     return torch.cat(pieces, 1), rows
 
 
-def _spans(frame: Frame, done: list[list[int]], schedule: Schedule, width: int, sinks: int) -> Iterator[range]:
-    """Chunks to attend together: alike in what they see, so that one mask does where it can, and not too many."""
-    first, held, before = 0, 0, None
-    for j in range(len(done) - 1):
-        # the first chunks have no full window yet, those after them no rows
-        full = min(frame.base) + (j + 1) * schedule.chunk >= schedule.window
-        sort = full, min(done[j + 1]) > 0
-        if j > first and (sort != before or held >= GATHERED):
-            yield range(first, j)
-            first, held = j, 0
-        before = sort
-        held += width * (sinks + schedule.window + schedule.rows(max(done[j + 1])))
-    yield range(first, len(done) - 1)
+def _together(schedule: Schedule, rows: int) -> int:
+    """Chunks whose queries share a gathered window, though each then passes over the rows of the others.
+
+    With g chunks a query meets ``W + g (M + C)`` keys and pays its share, one in ``g C``, of gathering them.
+    """
+    best = GATHERING * schedule.window / (schedule.chunk * (rows + schedule.chunk))
+    return max(1, round(best**0.5))
 
 
-def _mask(counts: list[list[int]], begins: Tensor, sinks: int, most: int, full: bool, window: int, chunk: int) -> Tensor:
-    """Which keys a chunk's queries see: sinks, rows, and of the window what is not ahead of them.
+def _spans(
+    frame: Frame, done: list[list[int]], schedule: Schedule, width: int, sinks: int, together: int
+) -> Iterator[range]:
+    """Chunks to attend at once: alike in what they see, so that one mask does where it can, and not too many.
+
+    A multiple of ``together`` each, or fewer than that.
+    """
+    chunks = len(done) - 1
+    # the first chunks have no full window yet, those after them no rows
+    sorts = [
+        (min(frame.base) + (j + 1) * schedule.chunk >= schedule.window, min(done[j + 1]) > 0) for j in range(chunks)
+    ]
+    first = 0
+    while first < chunks:
+        alike = next((j for j in range(first, chunks) if sorts[j] != sorts[first]), chunks)
+        held, last = 0, first
+        while last < alike and (last == first or held < GATHERED):
+            step = min(together, alike - last) if last == first or alike - last >= together else alike - last
+            if step < together and last > first:
+                break
+            last += step
+            held += width * (sinks + schedule.window + step * (schedule.chunk + schedule.rows(max(done[last]))))
+        yield range(first, last)
+        first = last
+
+
+def _mask(
+    counts: list[list[int]], begins: Tensor, sinks: int, most: int, full: bool, window: int, chunk: int, size: int
+) -> Tensor:
+    """Which keys queries see: sinks, the rows of their own chunk, and of its window what is not ahead of them.
 
     Args:
         counts: rows of each state: for each of ``n`` chunks, of each batch row or of all.
-        begins: index of each window's first token ``(1 or B, n)``; negative ones are not there.
-        sinks, most: columns of sinks and of rows.
+        begins: index of each chunk's window's first token ``(1 or B, n)``; negative ones are not there.
+        sinks, most: columns of sinks and of one state's rows.
         full: whether all windows are full.
+        size: queries that share their keys, some chunks' worth.
 
     Returns:
-        ``(1 or B, 1 or n, C, S + M + W)``.
+        ``(1 or B, 1 or n C / size, size, S + size / C * M + W + size - C)``.
     """
-    device = begins.device
-    causal = torch.ones(chunk, window, dtype=torch.bool, device=device).tril(window - chunk)
-    sight = fill(causal, (sinks + most, 0), value=True)
+    device, together = begins.device, size // chunk
+    query = torch.arange(size, device=device)[:, None]
+    token = torch.arange(window + size - chunk, device=device)
+    state = torch.arange(together, device=device).repeat_interleave(most)
+    near = (token >= query // chunk * chunk) & (token <= query + window - chunk)
+    sight = torch.cat([near.new_ones(size, sinks), state == query // chunk, near], 1)
     if full and all(count == most for chunk_counts in counts for count in chunk_counts):
         return sight[None, None]
-    held = torch.tensor(counts, device=device).T.unsqueeze(-1)
-    there = [
-        torch.ones(*held.shape[:2], sinks, dtype=torch.bool, device=device),
-        torch.arange(most, device=device) < held,
-        torch.arange(window, device=device) >= -begins.unsqueeze(-1),
-    ]
-    return sight & torch.cat(there, -1).unsqueeze(2)
+    held = torch.arange(most, device=device) < torch.tensor(counts, device=device).T.unsqueeze(-1)
+    there = token >= -begins[:, ::together].unsqueeze(-1)
+    there = torch.cat([there.new_ones(*there.shape[:2], sinks), held.unflatten(1, (-1, together)).flatten(2), there], -1)
+    return sight & there.unsqueeze(2)
 
 
 def _attend(
     q: Tensor,
     moved: Tensor | None,
-    k: tuple[Tensor, Tensor, Tensor],
-    v: tuple[Tensor, Tensor, Tensor],
+    sinks: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    near: tuple[Tensor, Tensor],
     mask: Tensor,
+    size: int,
     rule: Rule,
 ) -> Tensor:
-    """One softmax over sinks ``(B, H_kv, S, D)``, rows ``(B, n, H_kv, M, D)`` and windows; ``q`` (B, n, H, C, D)."""
-    chunks, heads = q.shape[1:3]
-    kv_heads = k[1].shape[2]
-    sink_k, sink_v = (x.unsqueeze(1).expand(-1, chunks, -1, -1, -1) for x in (k[0], v[0]))
-    values = torch.cat([sink_v, v[1], v[2]], 3)
+    """One softmax over sinks, rows and window for the queries of some chunks, ``size`` of them at a time.
+
+    Args:
+        q: ``(B, H, n C, D)``; ``moved``: as they meet the rows, if otherwise.
+        sinks: keys and values ``(B, H_kv, S, D)``.
+        rows: of each chunk ``(B, n, H_kv, M, D)``.
+        near: of all windows of these chunks ``(B, H_kv, W + (n - 1) C, D)``.
+        mask: see :func:`_mask`.
+
+    Returns:
+        ``(B, n C, H, D)``.
+    """
+    chunk, window = rule.schedule.chunk, rule.schedule.window
+    heads, kv_heads = q.shape[1], near[0].shape[1]
+    wide, count = window + size - chunk, q.shape[2] // size
+    q, moved = (None if x is None else x.unflatten(2, (count, size)).transpose(1, 2) for x in (q, moved))
+    sink_k, sink_v = (x.unsqueeze(1).expand(-1, count, -1, -1, -1) for x in sinks)
+    row_k, row_v = (x.unflatten(1, (count, -1)).transpose(2, 3).flatten(3, 4).to(near[0].dtype) for x in rows)
+    near_k, near_v = (x.unfold(2, wide, size).permute(0, 2, 1, 4, 3) for x in near)
     # a temperature belongs to a query head, so the heads of a group cannot share keys
-    exact = torch.cat([sink_k, k[2]], 3).repeat_interleave(heads // kv_heads, 2)
-    warmed = k[1].repeat_interleave(heads // kv_heads, 2) * rule.temperature.to(k[1].dtype)[:, None, None]
+    sink_k, row_k, near_k = (x.repeat_interleave(heads // kv_heads, 2) if heads > kv_heads else x for x in (sink_k, row_k, near_k))
+    row_k = row_k * rule.temperature.to(row_k.dtype)[:, None, None]
     if moved is not None:  # twice the channels: the queries as they are meet tokens, the moved ones meet rows
         D = q.shape[-1]
-        q, exact, warmed = torch.cat([q, moved], -1), fill(exact, (0, D)), fill(warmed, (D, 0))
-    sinks = sink_k.shape[3]
-    keys = torch.cat([exact[..., :sinks, :], warmed, exact[..., sinks:, :]], 3)
+        q, row_k = torch.cat([q, moved], -1), fill(row_k, (D, 0))
+        sink_k, near_k = fill(sink_k, (0, D)), fill(near_k, (0, D))
+    keys, values = torch.cat([sink_k, row_k, near_k], 3), torch.cat([sink_v, row_v, near_v], 3)
     return blocks_attention(q, keys, values, mask, rule.scale, rule.dropout)

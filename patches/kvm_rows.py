@@ -104,30 +104,27 @@ class Blocks:
     """``N`` blocks of tokens ready to be written; all but the choice of rows is computed for all blocks at once.
 
     Attributes:
-        probe: ``(B, H_kv, N, C, D)``.
-        alike: each token's probe against the row each token would found, ``(B, H_kv, N, C, C)``.
-        vector: what founding adds, ``(B, H_kv, N, C, 2 D + 4)``.
-        gates: factor of what merging adds, ``(B, H_kv, N, C, 1)``.
+        probe: what is compared with the rows, ``(B, H_kv, N, C, D)``.
+        founding: what a token adds to a row it founds, ``(B, H_kv, N, C, 2 D + 4)``.
+        joining: what it adds to a row it joins.
     """
 
     probe: Tensor
-    alike: Tensor
-    vector: Tensor
-    gates: Tensor
+    founding: Tensor
+    joining: Tensor
 
 
 def prepare(k: Tensor, v: Tensor, gates: Tensor, index: Tensor, keys: Keys, chunk: int) -> Blocks:
     """Blocks of cached keys and values ``(B, H_kv, N * C, D)``, gates ``(B, H_kv, N * C, 1)``, ``index`` (1 or B, N C)."""
     key = keys.written(k, index)
-    value = v.to(key.dtype)
+    value, gates = v.to(key.dtype), gates.to(key.dtype)
     at = index[:, None, :, None].to(key.dtype).expand(*key.shape[:3], 1)
-    lengths = key.norm(dim=-1, keepdim=True), value.norm(dim=-1, keepdim=True)
-    vector = torch.cat([key, value, torch.ones_like(at), at, *lengths], -1)
+    sums = torch.cat([key, value, torch.ones_like(at), at], -1)
+    lengths = torch.cat([key.norm(dim=-1, keepdim=True), value.norm(dim=-1, keepdim=True)], -1)
     with torch.no_grad():
-        probe, address = (x.unflatten(2, (-1, chunk)) for x in (keys.probe(key), keys.address(key)))
-        alike = probe @ address.transpose(-1, -2)
-    vector, gates = (x.unflatten(2, (-1, chunk)) for x in (vector, gates.to(key.dtype)))
-    return Blocks(probe, alike, vector, gates)
+        probe = keys.probe(key)
+    founding, joining = torch.cat([sums, lengths], -1), fill(sums * gates, (0, 2))
+    return Blocks(*(x.unflatten(2, (-1, chunk)) for x in (probe, founding, joining)))
 
 
 def absorb(
@@ -139,7 +136,6 @@ def absorb(
     after: list[int],
     active: list[bool],
     barred: int = 0,
-    gate_appends: bool = False,
 ) -> Tensor:
     """Append-then-merge (section 3): the tokens least like any row found rows, each other one joins the likest.
 
@@ -150,47 +146,46 @@ def absorb(
         before, after: rows of each batch row (or of all, if one is given) before and after.
         active: whether the block is written there at all.
         barred: the first so many rows are sinks, which nothing joins.
-        gate_appends: whether the gate weakens appended tokens too (as one of the two public codes does), the first
-            block's excepted.
 
     Returns:
         The new rows, as many as the largest of ``after``.
     """
-    vector, gates = blocks.vector[:, :, number], blocks.gates[:, :, number]
     target, founds = choose(rows, blocks, number, keys, before, after, barred)
-    joined = (target.unsqueeze(-1) == torch.arange(max(after), device=rows.device)).to(rows.dtype)  # (B, H, C, M')
-    plain = founds & (_column(before, rows) == 0) if gate_appends else founds
-    weight = torch.where(plain.unsqueeze(-1), 1.0, gates)
-    # the lengths at the end are the founder's alone
-    own = torch.where(founds.unsqueeze(-1), weight, 0.0)
-    scaled = torch.cat([vector[..., :-2] * weight, vector[..., -2:] * own], -1)
+    written = blocks.joining[:, :, number]
+    if founds is not None:
+        written = torch.where(founds.unsqueeze(-1), blocks.founding[:, :, number], written)
     if not all(active):
-        scaled = scaled * torch.tensor(active, device=rows.device)[:, None, None, None]
-    return fill(rows, (0, 0, 0, max(after) - rows.shape[2])) + joined.transpose(-1, -2) @ scaled
+        written = written * torch.tensor(active, device=rows.device)[:, None, None, None]
+    if rows.shape[2] != max(after):
+        rows = fill(rows, (0, 0, 0, max(after) - rows.shape[2]))
+    joined = (target.unsqueeze(-2) == torch.arange(max(after), device=rows.device)[:, None]).to(rows.dtype)
+    return rows + joined @ written  # (B, H, M, C) on (B, H, C, 2 D + 4)
 
 
 @torch.no_grad()
 def choose(
     rows: Tensor, blocks: Blocks, number: int, keys: Keys, before: list[int], after: list[int], barred: int = 0
-) -> tuple[Tensor, Tensor]:
-    """The row of each token of a block ``(B, H_kv, C)``, and whether it founds it. Arguments as :func:`absorb`.
+) -> tuple[Tensor, Tensor | None]:
+    """The row of each token of a block ``(B, H_kv, C)``, and whether it founds it (None: none does).
 
-    Ties go to the earlier token and to the first row. What differs by a few roundings is a tie: in a model's first
-    layer equal tokens have equal keys, and which of them is chosen must not hang on how a product was computed.
+    Arguments as :func:`absorb`. Ties go to the earlier token and to the first row. What differs by a few roundings is a
+    tie: in a model's first layer equal tokens have equal keys, and which of them is chosen must not hang on how a
+    product was computed.
     """
-    probe, alike = blocks.probe[:, :, number], blocks.alike[:, :, number]
-    M = rows.shape[2]
-    near = probe @ keys.address(rows[..., : probe.shape[-1]]).transpose(-1, -2)  # (B, H, C, M)
-    if before == after == [M] * len(before):  # a fixed budget once it is full: everything merges
-        return _first_best(near[..., barred:]) + barred, near.new_zeros(near.shape[:3], dtype=torch.bool)
-    had, new = _column(before, rows), _column([y - x for x, y in zip(before, after, strict=True)], rows)
+    probe, M = blocks.probe[:, :, number], rows.shape[2]
+    D = probe.shape[-1]
+    near = probe @ keys.address(rows[..., :D]).transpose(-1, -2)  # (B, H, C, M)
+    if before == after == [M] * len(before):  # a fixed budget once it is full
+        return _first_best(near[..., barred:]) + barred, None
+    had, new = (torch.tensor(x, device=rows.device)[:, None, None] for x in (before, after))
     place = torch.arange(M, device=rows.device)
     near = near.masked_fill(place >= had.unsqueeze(-1), float("-inf"))
     best = near.amax(-1) if M else near.new_zeros(near.shape[:3])
-    founds = _rank(best) < new
+    founds = _rank(best) < new - had
     founded = had + founds.cumsum(-1) - 1
+    fresh = probe @ keys.address(blocks.founding[:, :, number, :, :D]).transpose(-1, -2)
     near = near.masked_fill(place < barred, float("-inf"))
-    first = _first_best(torch.cat([near, alike.masked_fill(~founds.unsqueeze(2), float("-inf"))], -1))
+    first = _first_best(torch.cat([near, fresh.masked_fill(~founds.unsqueeze(2), float("-inf"))], -1))
     joined = torch.where(first < M, first, founded.gather(-1, (first - M).clamp_min(0)))
     return torch.where(founds, founded, joined), founds
 
@@ -222,6 +217,3 @@ def read_rows(states: Tensor, keys: Keys, edge: Tensor) -> tuple[Tensor, Tensor]
     index = at / weight.clamp_min(torch.finfo(weight.dtype).tiny)
     return keys.read(key, key_length, index, edge), value_length * normalize(value, dim=-1)
 
-
-def _column(counts: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(counts, device=like.device)[:, None, None]

@@ -28,11 +28,15 @@ def attention_lse(
         The output ``(N, G, n, D)``, on a CPU bit for bit that of ``scaled_dot_product_attention``, and the log-sum-exp
         of the logits ``(N, G, n)``, float32 or wider. Both carry their gradient.
     """
-    if q.device.type == "cpu" and dropout == 0:
+    device = q.device.type
+    if torch.is_autocast_enabled(device):  # which would cast what ``scaled_dot_product_attention`` is given
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    if device == "cpu" and dropout == 0:
         if mask is not None:
             mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
         return _Flash.apply(q, k, v, mask, scale)
-    return recomputed_attention_lse(q, k, v, mask, scale, dropout)
+    with torch.autocast(device, enabled=False):
+        return recomputed_attention_lse(q, k, v, mask, scale, dropout)
 
 
 def recomputed_attention_lse(

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from .cache import MemoryCacheLayer
 from .errors import RetrofitError, nearest
 from .memory import Options, Step, WindowOnly
+from .rotary import rotate, unrotate
 
 POPULATIONS = ("evicted", "all")
 
@@ -113,6 +114,15 @@ class UngatedMemory(WindowOnly):
         lead = step.seen + first - start
         q = pad(step.q[:, :, first:], (0, 0, lead, 0))
         return Pairs(q, k, v, slot >= edge[:, None] + self.sinks, reading, slot, 0, lead)
+
+
+def from_first_token(step: Step, x: Tensor) -> Tensor:
+    """Queries or keys ``(B, heads, m, D)`` turned as if each row's positions were counted from its first token.
+
+    For what depends on where a token stands and not only on distances: padding must not move it.
+    """
+    shift = (step.offset if step.pad is None else step.offset + step.pad)[:, None]
+    return rotate(unrotate(x, *step.rotary(shift)), *step.rotary(torch.zeros_like(shift)))
 
 
 def per_query(x: Tensor, q: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import initialization as init
 
 from .errors import RetrofitError
 from .memory import Step
-from .population import Pairs, PopulationOptions, UngatedMemory, one_of, per_query
+from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, one_of, per_query
 from .scan import gated_delta_rule, linear_attention
 
 UNIT_EPS = 1e-5  # beside the length of a key or query that is normalised
@@ -211,6 +211,8 @@ class TensorCache(UngatedMemory):
     def exchange(self, step: Step, pairs: Pairs, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         options, wide = self.options, torch.promote_types(pairs.k.dtype, torch.float32)
         q, k, v = (x.to(wide) for x in (pairs.q, pairs.k, pairs.v))
+        if options.rule == "wedge" or options.slots > 1:  # the others see nothing but distances
+            q, k = from_first_token(step, q), from_first_token(step, k)
         q = q.unflatten(1, (self.kv_heads, -1))  # (B, H_kv, G, m, D)
         q = _unit(q) if options.normalize_queries else q
         k = _unit(k) if options.normalize_keys else k

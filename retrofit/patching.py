@@ -110,8 +110,8 @@ def _share(base: Any, model: Any) -> None:
         source = base.get_submodule(path)
         if module._parameters.keys() != source._parameters.keys():
             raise RetrofitError(
-                f"{path} of the base is a {type(source).__name__} with weights its family has not: merge or remove "
-                "what was attached to it (a LoRA adapter, say) first"
+                f"{path} of the base is a {type(source).__name__} whose weights are not those of its family: merge or "
+                "remove what was attached to it (a LoRA adapter, say) first"
             )
         for name, parameter in source.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))

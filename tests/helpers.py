@@ -80,23 +80,37 @@ def left_mask(lengths: Iterable[int], total: int) -> Tensor:
     return (torch.arange(total) >= total - torch.tensor(lengths)[:, None]).long()
 
 
+def positions(mask: Tensor) -> Tensor:
+    """Position ids as ``generate`` makes them: counted from the first real token, something else in the padding."""
+    return (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+
+
 @torch.no_grad()
-def logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Logits (B, T, V) in one call without a cache."""
-    return model(ids, attention_mask=mask, use_cache=False).logits
+def logits(model: Any, ids: Tensor, mask: Tensor | None = None, where: Tensor | None = None) -> Tensor:
+    """Logits (B, T, V) in one call without a cache; ``where`` gives the positions, else they count from the left."""
+    return model(ids, attention_mask=mask, position_ids=where, use_cache=False).logits
 
 
 @torch.no_grad()
 def feed(
-    model: Any, ids: Tensor, sizes: Iterable[int], mask: Tensor | None = None, cache: Any = None
+    model: Any,
+    ids: Tensor,
+    sizes: Iterable[int],
+    mask: Tensor | None = None,
+    cache: Any = None,
+    where: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """Logits (B, T, V) of ``ids`` given in pieces of ``sizes`` tokens through one cache, and the cache."""
+    """Logits (B, T, V) of ``ids`` given in pieces of ``sizes`` tokens through one cache, and the cache.
+
+    ``mask`` and ``where`` (positions) cover the tokens that ``cache`` already holds, too.
+    """
     cache = DynamicCache(config=model.config) if cache is None else cache
     before, start, out = cache.get_seq_length(), 0, []
     for size in sizes:
         end = start + size
         seen = None if mask is None else mask[:, : before + end]
-        out.append(model(ids[:, start:end], attention_mask=seen, past_key_values=cache).logits)
+        at = None if where is None else where[:, before + start : before + end]
+        out.append(model(ids[:, start:end], attention_mask=seen, position_ids=at, past_key_values=cache).logits)
         start = end
     assert start == ids.shape[1], "the sizes must add up to the tokens"
     return torch.cat(out, 1), cache

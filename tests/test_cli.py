@@ -31,10 +31,13 @@ def refused(result: Result, *said: str) -> None:
     """The contract for bad input."""
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("reading ")]
-    assert [line.startswith("error: ") for line in lines] == [True], result.stderr
+    progress, error, sentence = result.stderr.partition("error: ")
+    assert error, result.stderr
+    assert not progress or progress.startswith("reading "), result.stderr
+    assert sentence.count("\n") == 1, result.stderr
+    assert sentence.endswith("\n")
     for words in said:
-        assert words in lines[0]
+        assert words in sentence
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import retrofit
-from tests.helpers import S, W, awake, feed, tokens
+from tests.helpers import ON_A_WINDOW, S, W, awake, feed, tokens
 
 
 def test_the_cache_stops_growing(one_model: Any, kind: str) -> None:
@@ -19,6 +20,7 @@ def test_the_cache_stops_growing(one_model: Any, kind: str) -> None:
     assert retrofit.cache_bytes(longer) == full, "the bytes depend on how the text was fed"
 
 
+@pytest.mark.parametrize("kind", ON_A_WINDOW)
 def test_the_bytes_are_sinks_window_gates_and_state(partner: PreTrainedModel, kind: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = awake(partner.to(dtype), kind)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from tests.helpers import awake, close, feed, left_mask, logits, tokens
+from tests.helpers import awake, close, feed, left_mask, logits, positions, tokens
 
 LENGTH = 30
 
@@ -44,6 +44,7 @@ def test_rows_are_repeated_reordered_and_selected(partner: PreTrainedModel, kind
     """What beam search and the like do to a cache, rows of very different lengths in it."""
     model = awake(partner.double(), kind)
     ids, mask = tokens(3, LENGTH), left_mask([LENGTH, 17, 9], LENGTH)
+    where = positions(mask)
     changes = {
         "reorder_cache": (torch.tensor([2, 0, 1]), [2, 0, 1]),
         "batch_repeat_interleave": (2, [0, 0, 1, 1, 2, 2]),
@@ -51,10 +52,10 @@ def test_rows_are_repeated_reordered_and_selected(partner: PreTrainedModel, kind
     }
     for start in (9, 22):  # before and after the first eviction
         for change, (argument, rows) in changes.items():
-            _, cache = feed(model, ids[:, :start], [start], mask)
+            _, cache = feed(model, ids[:, :start], [start], mask, where=where)
             getattr(cache, change)(argument)
-            ours, _ = feed(model, ids[rows, start:], [1, 1, LENGTH - start - 2], mask[rows], cache)
-            whole = logits(model, ids[rows], mask[rows])[:, start:]
+            ours, _ = feed(model, ids[rows, start:], [1, 1, LENGTH - start - 2], mask[rows], cache, where[rows])
+            whole = logits(model, ids[rows], mask[rows], where[rows])[:, start:]
             real = mask[rows, start:].bool()
             close(ours[real], whole[real])
 

@@ -63,5 +63,8 @@ def test_sizes(eager):
 def test_more_rows_than_the_base_sees_are_refused(make_base):
     base = make_base("Mistral", sliding_window=16)
     retrofit.patch(base, memory="h2o", window=7, sinks=2, heavy=7)
-    with pytest.raises(RetrofitError, match=r"sinks \+ window \+ heavy <= 16 \(now 2 \+ 8 \+ 8\)"):
+    says = r"sinks \+ window \+ heavy <= 16 \(now 2 \+ 8 \+ 8\)"
+    with pytest.raises(RetrofitError, match=says):
         retrofit.patch(base, memory="h2o", window=8, sinks=2)
+    with pytest.raises(RetrofitError, match=says):
+        retrofit.patch(base, memory="h2o", window=4, sinks=2).set_window(8)

@@ -1,0 +1,76 @@
+"""Invariant 6, what works: every way of generating gives the tokens that the same model gives without a cache."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.helpers import awake, left_mask, tokens
+
+PROMPT, NEW = 15, 10  # the prompt is beyond the capacity already
+LENGTH = {"max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0}
+WAYS: dict[str, dict[str, Any]] = {
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    "sampled beams": {"do_sample": True, "num_beams": 2},
+    "greedy with penalties": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+}
+
+
+def generate(model: Any, ids: Tensor, **how: Any) -> Tensor:
+    torch.manual_seed(0)
+    return model.generate(ids, **{**LENGTH, **how})
+
+
+def test_greedy(base: PreTrainedModel, kind: str) -> None:
+    model = awake(base, kind, push=0.03)
+    ids, mask = tokens(3, PROMPT), left_mask([PROMPT, 11, 3], PROMPT)
+    cached = generate(model, ids, attention_mask=mask, do_sample=False)
+    assert cached.shape == (3, PROMPT + NEW)
+    assert torch.equal(cached, generate(model, ids, attention_mask=mask, do_sample=False, use_cache=False))
+    for row, length in enumerate((PROMPT, 11, 3)):
+        alone = generate(model, ids[row : row + 1, -length:], do_sample=False)
+        assert torch.equal(cached[row, -length - NEW :], alone[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways(partner: PreTrainedModel, kind: str, way: str) -> None:
+    model = awake(partner, kind, push=0.03)
+    ids, mask = tokens(2, PROMPT), left_mask([PROMPT, 7], PROMPT)
+    cached = generate(model, ids, attention_mask=mask, **WAYS[way])
+    assert torch.equal(cached, generate(model, ids, attention_mask=mask, use_cache=False, **WAYS[way]))
+
+
+def test_a_second_turn_on_the_returned_cache(partner: PreTrainedModel, kind: str) -> None:
+    model = awake(partner, kind, push=0.03)
+    first = model.generate(tokens(2, 5), **LENGTH, do_sample=False, return_dict_in_generate=True)
+    longer = torch.cat([first.sequences, tokens(2, 6, seed=1)], 1)
+    second = generate(model, longer, do_sample=False, past_key_values=first.past_key_values)
+    assert torch.equal(second, generate(model, longer, do_sample=False, use_cache=False))
+
+
+def test_a_prompt_in_chunks(partner: PreTrainedModel, kind: str) -> None:
+    model = awake(partner, kind, push=0.03)
+    ids, mask = tokens(2, 23), left_mask([23, 6], 23)
+    whole = generate(model, ids, attention_mask=mask, do_sample=False)
+    for size in (4, 11):
+        chunked = generate(model, ids, attention_mask=mask, do_sample=False, prefill_chunk_size=size)
+        assert torch.equal(chunked, whole)
+
+
+def test_from_embeddings(partner: PreTrainedModel, kind: str) -> None:
+    model = awake(partner, kind, push=0.03)
+    ids = tokens(2, PROMPT)
+    new = generate(model, None, inputs_embeds=model.get_input_embeddings()(ids), do_sample=False)
+    assert torch.equal(new, generate(model, ids, do_sample=False)[:, PROMPT:])
+
+
+def test_a_short_prompt_that_grows_past_the_capacity(one_model: Any) -> None:
+    ids = tokens(2, 3)
+    assert torch.equal(
+        generate(one_model, ids, do_sample=False, max_new_tokens=20),
+        generate(one_model, ids, do_sample=False, max_new_tokens=20, use_cache=False),
+    )

@@ -1,0 +1,196 @@
+"""The joint memory: its equations written as a loop, its bytes, what it does not depend on, options and refusals."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, softplus
+from transformers import DynamicCache, PreTrainedModel
+
+import retrofit
+from patches.errors import RetrofitError
+from patches.joint import MASS_EPS, OPENING, JointMemory, JointOptions
+from patches.memory import Step
+from patches.rotary import rotate
+from tests.helpers import S, W, awake, awaken, close, feed, left_mask, logits, positions, tokens
+
+MakeBase = Callable[..., PreTrainedModel]
+B, T, SCALE = 2, 27, 0.3
+
+
+@pytest.fixture(params=["both", "linear"])
+def branches(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def apply(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, layer.weight.double(), layer.bias.double())
+
+
+def written_out(memory: JointMemory, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: Any) -> Tensor:
+    """docs/memories/joint.md, one head, one query and one token at a time; ``q``, ``k`` without positions."""
+    cos, sin = rotary(torch.arange(T)[None])
+    turned_q, turned_k = rotate(q, cos, sin), rotate(k, cos, sin)
+    out = torch.zeros(B, T, memory.heads, memory.head_dim, dtype=torch.float64)
+    for b in range(B):
+        for h in range(memory.heads):
+            kv = h // (memory.heads // memory.kv_heads)
+            states = {name: torch.zeros(memory.features, memory.head_dim + 1).double() for name in ("linear", "delta")}
+            for t in range(T):
+                seen = [j for j in range(t + 1) if t - j < W or j < S]
+                scores = turned_k[b, kv, seen] @ turned_q[b, h, t] * SCALE
+                window = scores.softmax(0) @ v[b, kv, seen]
+                j = t - W
+                if j < S:
+                    out[b, t, h] = window
+                    continue
+                value = torch.cat([v[b, kv, j], torch.ones(1).double()])
+                weigh, candidates = [memory.window_weight[h] * scores.logsumexp(0)], [window]
+                for name in ("linear", "delta")[: 1 + memory.both]:
+                    branch = getattr(memory, name)
+                    beta = apply(branch.write, x[b, j])[h].sigmoid()
+                    decay = (-softplus(apply(branch.forget, x[b, j])[h])).exp()
+                    key, query = k[b, kv, j] @ branch.k_map[h].double(), q[b, h, t] @ branch.q_map[h].double()
+                    state = decay * states[name]
+                    if name == "linear":
+                        key, query = (u.mul(memory.options.temperature).softmax(0) for u in (key, query))
+                        state = state + beta * key.outer(value)
+                        mass = (query @ state)[-1]
+                        read, known = (query @ state)[:-1] / (mass + MASS_EPS), 0.0
+                    else:
+                        key, query = key / key.norm(), query / query.norm()
+                        state = state + beta * key.outer(value - key @ state)
+                        read, known = (query @ state)[:-1], memory.familiarity[h] * (query @ state)[-1]
+                    states[name] = state
+                    weigh.append(mass.log() + apply(branch.weight, x[b, t])[h] + known)
+                    candidates.append(read + read @ branch.o_proj.weight[h].double())
+                share = torch.stack(weigh).softmax(0)[1:] * (OPENING * memory.opening[h]).tanh()
+                out[b, t, h] = (1 - share.sum()) * window
+                for z, candidate in zip(share, candidates[1:], strict=True):
+                    out[b, t, h] += z * candidate
+    return out
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_it_is_the_equations(make_base: MakeBase, branches: str, temperature: float) -> None:
+    model = awake(make_base("Qwen2"), "joint", branches=branches, temperature=temperature)
+    memory = model.model.layers[0].self_attn.memory
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(B, T, 64), *((B, heads, T, 16) for heads in (4, 2, 2))]
+    x, q, k, v = (torch.randn(shape, generator=generator).double().requires_grad_() for shape in shapes)
+
+    def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
+        return model.model.rotary_emb(x.new_empty(0), positions.expand(1, -1))
+
+    cos, sin = rotary(torch.arange(T)[None])
+    ours, _ = memory.attend(
+        Step(
+            x=x,
+            q=rotate(q, cos, sin),
+            k=rotate(k, cos, sin),
+            v=v,
+            gates=memory.write_gates(x),
+            layer=None,
+            seen=0,
+            pad=None,
+            min_pad=0,
+            max_pad=0,
+            offset=torch.zeros(1, dtype=torch.long),
+            rotary=rotary,
+            scale=SCALE,
+            dropout=0.0,
+        )
+    )
+    theirs = written_out(memory, x, q, k, v, rotary)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)  # unit() adds 1e-6 inside its root
+    weights = torch.randn(ours.shape, generator=generator).double()
+    # with a detached log-sum-exp the outputs above would be the same and these not
+    inputs = (x, q, k, v, *(p for p in memory.parameters()))
+    for mine, reference in zip(
+        torch.autograd.grad(ours, inputs, weights), torch.autograd.grad(theirs, inputs, weights), strict=True
+    ):
+        torch.testing.assert_close(mine, reference, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("head_dim", [4, 8, 32, 64, 96, 128])
+def test_no_more_bytes_than_ahn(make_base: MakeBase, branches: str, head_dim: int) -> None:
+    base = make_base("Qwen3", head_dim=head_dim)
+    ours = retrofit.patch(base, "joint", W, S, branches=branches)
+    cache = ours(tokens(1, 30), use_cache=True).past_key_values
+    held = sum(tensor.nbytes for tensor in cache.layers[0].state.values())
+    assert held == retrofit.state_bytes(ours)
+    assert 0.4 * 4 * 4 * head_dim**2 < held <= retrofit.state_bytes(retrofit.patch(base, "ahn-gdn", W, S))
+
+
+def test_the_linear_branch_alone_in_any_pieces_and_padding(base: PreTrainedModel) -> None:
+    """What tests/invariants asks of every kind with its usual options."""
+    model = awake(base.double(), "joint", branches="linear")
+    lengths = (30, 19, 10, 3)
+    ids, mask = tokens(len(lengths), 30), left_mask(lengths, 30)
+    for sizes in ([30], [1] * 30, [11, 1, 18], [7, 6, 1, 1, 15]):
+        batch = feed(model, ids, sizes, mask, where=positions(mask))[0]
+        for row, length in enumerate(lengths):
+            close(batch[row, -length:], logits(model, ids[row : row + 1, -length:])[0])
+
+
+def test_only_distances_matter(make_base: MakeBase, branches: str) -> None:
+    model = awake(make_base("Llama").double(), "joint", branches=branches)
+    ids = tokens(2, 40)
+    where = torch.arange(40).expand(2, -1)
+    with torch.no_grad():
+        here, there = (model(ids, position_ids=where + shift).logits for shift in (0, 300))
+    close(here, there, 1e-5)  # the angles themselves are float32
+
+
+def test_mixed_precision(make_base: MakeBase, branches: str) -> None:
+    base = make_base("Qwen2")
+    exact = awake(base, "joint", branches=branches)
+    half = awake(base.to(torch.bfloat16), "joint", branches=branches)
+    ids, cache = tokens(2, 40), DynamicCache()
+    with torch.no_grad():
+        out = half(ids, past_key_values=cache).logits
+        assert (out.float() - logits(exact, ids)).abs().mean() < 0.05
+    assert {tensor.dtype for layer in cache.layers for tensor in layer.state.values()} == {torch.float32}
+    assert {p.dtype for _, p in half.memory_parameters()} == {torch.float32}
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = exact(ids, use_cache=True).past_key_values
+    assert {tensor.dtype for layer in cache.layers for tensor in layer.state.values()} == {torch.float32}
+
+
+def test_closed_until_opened(make_base: MakeBase, branches: str) -> None:
+    """All but the gates may be anything: the model is exactly the window's."""
+    base = make_base("Qwen3")
+    model = awaken(retrofit.patch(base, "joint", W, S, branches=branches), push=1.0)
+    opened = logits(model, tokens(2, 40))
+    for memory in model.model.memories().values():
+        torch.nn.init.zeros_(memory.opening)
+    window = logits(retrofit.patch(base, "none", W, S), tokens(2, 40))
+    assert torch.equal(logits(model, tokens(2, 40)), window)
+    assert not torch.allclose(opened, window, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"branches": "liner"}, "did you mean 'linear'"),
+        ({"branches": 2}, "use 'both' or 'linear'"),
+        ({"temperature": 0}, "above 0"),
+        ({"temperature": float("nan")}, "above 0"),
+        ({"temperature": "hot"}, "above 0"),
+        ({"temprature": 1.0}, "did you mean 'temperature'"),
+    ],
+)
+def test_options_out_of_range(make_base: MakeBase, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(RetrofitError, match=says):
+        retrofit.patch(make_base("Qwen2"), "joint", W, S, **options)
+
+
+def test_heads_too_small(make_base: MakeBase) -> None:
+    with pytest.raises(RetrofitError, match="heads of 4"):
+        retrofit.patch(make_base("Qwen2", head_dim=2), "joint", W, S)
+
+
+def test_usual_options() -> None:
+    assert JointMemory.read_options({}) == JointOptions("both", 1.0)

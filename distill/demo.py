@@ -21,7 +21,7 @@ import retrofit
 from distill.arguments import DistillArguments
 from distill.data import PackedRows
 from distill.demo_recall import pick_prompt, print_recall, reload
-from distill.demo_teacher import LENGTH, train_teacher
+from distill.demo_teacher import COPIED, LENGTH, RECALLED, train_teacher
 from distill.demo_text import documents, generator, recall_distance, tokenizer
 from distill.progress import Bar, ProgressCallback, progress_bar
 from distill.trainer import DistillTrainer
@@ -37,9 +37,9 @@ WINDOW, SINKS = 32, 4
 STEPS, BATCH, LEARNING_RATE = 250, 8, 3e-2
 HELD_OUT = 64  # documents
 STAGES = {
-    "copy": "teacher 1/3, random words that repeat: at most",
-    "short": "teacher 2/3, short documents: at most",
-    "full": "teacher 3/3, full documents",
+    "copy": f"teacher 1/3, until {COPIED:.0%}",
+    "short": f"teacher 2/3, until {RECALLED:.0%}",
+    "full": "teacher 3/3",
 }
 COLUMNS = {
     "name": ("", ""),
@@ -102,6 +102,10 @@ def run_demo(
             write_rows(json_file, rows)
         title = f"{HELD_OUT} held-out documents of {LENGTH} tokens, window {WINDOW}, {SINKS} sinks, seed {seed}"
         print_table(title, rows, COLUMNS, console)
+        console.print(
+            f"[dim]far recall: of surnames last seen more than {WINDOW + SINKS} tokens ago. "
+            "state bytes: kept per layer and document beyond sinks and window."
+        )
 
         prompt, ago = pick_prompt(held_out, WINDOW + SINKS)
         logits, continuation = reload(output / "model", held_out[:BATCH], prompt)

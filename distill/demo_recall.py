@@ -91,7 +91,8 @@ def print_recall(console: Console, model: Any, prompt: Tensor, ago: int, continu
         asked = at + 1 == len(words) or len(words) - at in (ago, ago + 1)
         style = "bold reverse" if asked else "cyan" if at >= len(words) - memory["window"] else "dim"
         text.append(" ").append(word, style)
-    console.print(f"\nA held-out prompt: {words[-1]}'s surname was last seen {ago} tokens ago. Cyan: sinks and window.")
+    binding = " ".join(words[len(words) - ago - 1 : len(words) - ago + 1])
+    console.print(f"\nA held-out prompt; '{binding}' was last seen {ago} tokens ago. Cyan: sinks and window.")
     console.print(text)
     plain = window_only(model)
     with model.memory_off():

@@ -2,7 +2,8 @@
 
 A document binds up to eight first names to surnames, drawn afresh, and keeps coming back to them::
 
-    mira cooper waited near the wide river . the grey goat pushed the worn cart . soon mira cooper found a flat stone .
+    the shy dog slept near the gate . mira cooper waited near the wide river . the grey goat pushed the worn cart .
+    then nils dyer dropped a flat stone . soon mira cooper found the kettle .
 
 The surname of a name met before is an *answer*: nothing but the earlier mention tells it, and several names are open at
 once, so the newest mention alone does not help. All else (which noun, its adjective, the verb) is ordinary text with
@@ -95,6 +96,7 @@ def documents(count: int, length: int, source: torch.Generator, *, people: float
         return adjectives[drawn, chance(0.25).long()], drawn
 
     person = chance(people)
+    person[:, 0] = False  # sinks keep the first words for ever: no name is among them
     name, surname = _cast(person, source)
 
     # slots of one sentence: [filler] [name surname | the adjective animal] [verb phrase] . ; an empty slot holds -1

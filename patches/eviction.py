@@ -90,10 +90,11 @@ class Rows:
 
     def take(self, index: Tensor) -> "Rows":
         """The rows at ``index`` (N, R')."""
-        wide = index[:, None, :, None].expand(-1, self.k.shape[1], -1, self.k.shape[3])
-        return Rows(
-            self.k.gather(2, wide), self.v.gather(2, wide), self.position.gather(1, index), self.score.gather(1, index)
-        )
+        sets, heads, rows, dim = self.k.shape
+        at = torch.arange(0, sets * heads * rows, rows, device=index.device).view(sets, heads, 1) + index[:, None]
+        # whole rows are copied: on a CPU several times faster than gather, which picks number by number
+        k, v = (x.flatten(0, 2).index_select(0, at.flatten()).view(sets, heads, -1, dim) for x in (self.k, self.v))
+        return Rows(k, v, self.position.gather(1, index), self.score.gather(1, index))
 
 
 class Eviction(Memory):

@@ -255,10 +255,10 @@ class KVM(Memory):
             ring = (torch.arange(self.chunk, device=device) + step.seen) % self.window  # the chunk W slots ago
             index = frame.column(frame.start) - self.window + torch.arange(self.chunk, device=device)
             k, v = (x[:, :, self.sinks + ring] for x in (layer.keys, layer.values))
-            blocks = prepare(k, v, _per_head(layer.gates[:, ring]), index, keys, self.chunk)
+            blocks = prepare(k, v, _per_head(layer.gates[:, ring]), index, keys, self.chunk, rule.gate_appends)
             before, after = ([schedule.rows(n) for n in numbers] for numbers in (old, new))
             active = [x != y for x, y in zip(old, new, strict=True)]
-            rows = absorb(rows, blocks, 0, keys, before, after, active, 0, rule.gate_appends)
+            rows = absorb(rows, blocks, 0, keys, before, after, active)
             layer.state["rows"] = rows
         layer.push(step.k, step.v, step.gates)
 

@@ -77,9 +77,9 @@ def attend_blocks(
     blocks = None
     if done[0] != done[-1]:
         # the block that leaves as chunk j arrives lies W before it
-        block_index = frame.indices(-window, frame.size - window)
-        blocks = prepare(k[:, :, : frame.size], v[:, :, : frame.size], gates[:, :, : frame.size], block_index, keys, chunk)
-
+        index = frame.indices(-window, frame.size - window)
+        leaving = (x[:, :, : frame.size] for x in (k, v, gates))
+        blocks = prepare(*leaving, index, keys, chunk, rule.gate_appends)
     moved = keys.queries(q, frame.indices(0, frame.size))
     together = _together(rule.schedule, rule.schedule.rows(max(done[-1])))
     pieces = []
@@ -90,12 +90,12 @@ def attend_blocks(
                 assert blocks is not None
                 before, after = ([rule.schedule.rows(n) for n in numbers] for numbers in (done[j], done[j + 1]))
                 active = [x != y for x, y in zip(done[j], done[j + 1], strict=True)]
-                rows = absorb(rows, blocks, j, keys, before, after, active, rule.barred, rule.gate_appends)
+                rows = absorb(rows, blocks, j, keys, before, after, active, rule.barred)
             states.append(rows)
         most, size = rows.shape[2], min(together, len(span)) * chunk
-        stacked = torch.stack([fill(state, (0, 0, 0, most - state.shape[2])) for state in states], 1)
+        states = [fill(x, (0, 0, 0, most - x.shape[2])) if x.shape[2] < most else x for x in states]
         begins = frame.column(frame.base) + torch.arange(span.start + 1, span.stop + 1, device=q.device) * chunk - window
-        read = read_rows(stacked, keys, begins - 1)
+        read = read_rows(torch.stack(states, 1), keys, begins - 1)
         queries = slice(span.start * chunk, span.stop * chunk)
         tokens = slice((span.start + 1) * chunk, span.stop * chunk + window)
         counts = [[rule.schedule.rows(n) for n in done[j + 1]] for j in span]

@@ -114,8 +114,20 @@ class Blocks:
     joining: Tensor
 
 
-def prepare(k: Tensor, v: Tensor, gates: Tensor, index: Tensor, keys: Keys, chunk: int) -> Blocks:
-    """Blocks of cached keys and values ``(B, H_kv, N * C, D)``, gates ``(B, H_kv, N * C, 1)``, ``index`` (1 or B, N C)."""
+def prepare(
+    k: Tensor, v: Tensor, gates: Tensor, index: Tensor, keys: Keys, chunk: int, gate_appends: bool = False
+) -> Blocks:
+    """Blocks of cached tokens.
+
+    Args:
+        k, v: keys and values ``(B, H_kv, N * C, D)``.
+        gates: merge gates ``(B, H_kv, N * C, 1)``.
+        index: of the tokens ``(1 or B, N * C)``.
+        keys: the form of the keys.
+        chunk: C.
+        gate_appends: whether the gate weakens appended tokens too (as one of the two public codes does), the first
+            block's excepted.
+    """
     key = keys.written(k, index)
     value, gates = v.to(key.dtype), gates.to(key.dtype)
     at = index[:, None, :, None].to(key.dtype).expand(*key.shape[:3], 1)
@@ -124,6 +136,8 @@ def prepare(k: Tensor, v: Tensor, gates: Tensor, index: Tensor, keys: Keys, chun
     with torch.no_grad():
         probe = keys.probe(key)
     founding, joining = torch.cat([sums, lengths], -1), fill(sums * gates, (0, 2))
+    if gate_appends:
+        founding = founding * gates.where(index[:, None, :, None] >= chunk, 1.0)
     return Blocks(*(x.unflatten(2, (-1, chunk)) for x in (probe, founding, joining)))
 
 

@@ -19,6 +19,7 @@ from .population import Pairs, PopulationOptions, UngatedMemory, from_first_toke
 from .scan import gated_delta_rule, linear_attention
 
 UNIT_EPS = 1e-5  # beside the length of a key or query that is normalised
+LOGITS = 10.0  # lambda and eta stay between sigmoid(-10) and sigmoid(10)
 GATE = -2.0  # initial logit of the gate of a layer
 TIMESCALES = {"fast": (0.995, 0.05), "slow": (0.9995, 0.01)}  # initial decay and writing strength
 
@@ -164,8 +165,9 @@ class Timescale(nn.Module):
         """
         rows = q.shape[:3]
         per_head = (1, -1, 1, 1, 1)
-        log_decay = nn.functional.logsigmoid(self.theta_lambda.to(k.dtype)).view(per_head) * chosen
-        strength = self.theta_eta.to(k.dtype).sigmoid().view(per_head) * chosen
+        theta_lambda, theta_eta = (x.to(k.dtype).clamp(-LOGITS, LOGITS) for x in (self.theta_lambda, self.theta_eta))
+        log_decay = nn.functional.logsigmoid(theta_lambda).view(per_head) * chosen
+        strength = theta_eta.sigmoid().view(per_head) * chosen
         q, k, v, log_decay, strength = (x.flatten(0, 2) for x in (q, k, v, log_decay, strength))
         read, state = RULES[rule](q, k, v, strength, log_decay, _folded(state))
         if z_norm:

@@ -108,7 +108,7 @@ def _check_base(published: dict[str, Any], config: Any, path: str | Path) -> Non
     rope = getattr(config, "rope_parameters", None) or {}
     ours = {name: getattr(config, name, None) for name in OF_THE_BASE}
     ours |= {"model_type": base_type(config), "rope_theta": rope.get("rope_theta", ours["rope_theta"])}
-    theirs = {"rope_theta": (published.get("rope_parameters") or {}).get("rope_theta"), **published}
+    theirs = {**(published.get("rope_parameters") or {}), **published}
     for name, value in ours.items():
         if value is not None and theirs.get(name) is not None and theirs[name] != value:
             raise RetrofitError(

@@ -67,7 +67,7 @@ def run(case: Case, repeats: int = 60) -> list[dict[str, Any]]:
             row = {"name": name, "dim": dim, "pairs": mean, "deviation": deviation}
             if name != "decayed" or decay == PAPER_DECAY:
                 error = deviation * math.sqrt(1 / PAPER_SEEDS + 1 / repeats)
-                row |= {"paper": theirs, "z": (theirs - mean) / error}
+                row |= {"paper": theirs, "z": (theirs - mean) / error if error else None}
             rows.append(row)
     return rows
 

@@ -60,7 +60,7 @@ def test_from_end_to_end(quick: None, tmp_path: Path, capsys: pytest.CaptureFixt
 
     shown = capsys.readouterr().out
     assert "ahn-gdn, loaded from the export" in shown
-    assert "surname was last seen" in shown
+    assert "was last seen" in shown
 
 
 def test_same_seed_same_memory(quick: None) -> None:

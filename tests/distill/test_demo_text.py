@@ -44,6 +44,12 @@ def test_a_surname_follows_every_name_and_nothing_else(texts: list[list[str]]) -
             assert (word in NAMES) == (following in SURNAMES)
 
 
+def test_no_name_among_the_first_words(ids: torch.Tensor) -> None:
+    short = documents(300, 64, generator(0, "test"), people=0.9)
+    names = torch.tensor([WORDS.index(name) for name in NAMES])
+    assert not torch.isin(torch.cat([short[:, :4], ids[:, :4]]), names).any()
+
+
 def test_a_document_keeps_its_bindings(texts: list[list[str]]) -> None:
     bindings = []
     for words in texts:

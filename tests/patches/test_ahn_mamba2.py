@@ -108,7 +108,9 @@ def test_its_read_is_the_recurrence_written_out() -> None:
         value = v[:, :, t].repeat_interleave(2, 1)
         decay = torch.exp(-step * memory.A_log.exp()[:, None, None])
         S = decay * S + step * key.unsqueeze(-1) * value.unsqueeze(-2)
-        read = (F.normalize(q[:, :, t], dim=-1).unsqueeze(-1) * S).sum(-2) * F.silu(memory.g_proj(x[:, t])).unsqueeze(-1)
+        read = (F.normalize(q[:, :, t], dim=-1).unsqueeze(-1) * S).sum(-2) * F.silu(memory.g_proj(x[:, t])).unsqueeze(
+            -1
+        )
         y = F.rms_norm(read.flatten(1), (4 * D,), memory.norm.weight, eps=1e-5).view(2, 4, 1, D)
         expected.append((y @ memory.o_proj.weight).squeeze(2))
     read, state = memory.read(x, q, k, v, memory.write_gates(written), None)

@@ -47,12 +47,11 @@ def oracle(shared: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("rule", ["outer", "delta"])
 @pytest.mark.parametrize("unit", [False, True])
 def test_reads_and_states_are_the_references(rule: str, unit: bool, oracle: dict[str, Tensor]) -> None:
-    window, tokens_ = 6, 40
+    window = 6
     q, k, v = oracle["q"].unflatten(0, (2, 2)), oracle["k"], oracle["v"]
     k = k / (k.norm(dim=-1, keepdim=True) + 1e-5) if unit else k
     q, k, v = q[:, :, window:], k[:, None, :-window], v[:, None, :-window]
-    gates = (oracle[name][:, None, None].expand(2, 1, tokens_ - window) for name in ("eta", "lam"))
-    eta, lam = gates
+    eta, lam = (oracle[name][:, None, None].expand(k.shape[:3]) for name in ("eta", "lam"))
     for form in (RULES[rule], lambda *rest: write_and_read_steps(rule, *rest)):
         read, state = form(q, k, v, eta, lam.log(), None)
         suffix = f"{rule}_write_read{'_normk' if unit else ''}"
@@ -187,8 +186,8 @@ def test_long_keys_never_make_it_diverge() -> None:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight *= 100
-            layer.self_attn.memory.fast.theta_eta.fill_(20.0)  # eta of 1, the most there is
-            layer.self_attn.memory.fast.theta_lambda.fill_(-20.0)
+            layer.self_attn.memory.fast.theta_eta.fill_(200.0)  # eta of 1, the most there is
+            layer.self_attn.memory.fast.theta_lambda.fill_(-200.0)
             layer.self_attn.memory.W_tc.weight.normal_()
         assert model(tokens(1, 400)).logits.isfinite().all()
 

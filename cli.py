@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
@@ -32,6 +33,11 @@ class OneLineErrors(TyperGroup):
             if error.filename is None:
                 raise
             message = f"{error.filename}: {error.strerror}"
+        except ImportError as error:
+            absent = [name for name in ("accelerate", "datasets") if importlib.util.find_spec(name) is None]
+            if not absent:
+                raise error
+            message = f"this needs {' and '.join(absent)}: pip install 'retrofit-lm[train]'"
         except ValueError as error:
             from patches.errors import RetrofitError
 
@@ -63,7 +69,9 @@ Sinks = Annotated[int, typer.Option(help="S: the first tokens, kept exactly.")]
 Options = Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the memory.")]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table's rows to FILE too.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write the table's rows to FILE too.")
+]
 Length = Annotated[int, typer.Option(min=1, help="T: tokens.")]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Width of a head.")]
@@ -88,15 +96,20 @@ def root(ctx: typer.Context) -> None:
 @app.command(epilog=example("retrofit demo --seed 1 --json rows.json"))
 def demo(
     memory: Memory = "ahn-gdn",
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of everything random.")] = 0,
     output: Output = Path("runs/demo"),
     overwrite: Overwrite = False,
     json_file: Json = None,
 ) -> None:
     """Run the main job on a model and a text made on the spot: teach, patch, distil, compare, save, load, generate."""
-    from distill.demo import run_demo
+    if memory == "all":
+        from distill.demo_all import run_all
 
-    run_demo(memory=memory, seed=seed, output=output, json_file=json_file, overwrite=overwrite)
+        run_all(seed=seed, output=output, json_file=json_file, overwrite=overwrite)
+    else:
+        from distill.demo import run_demo
+
+        run_demo(memory=memory, seed=seed, output=output, json_file=json_file, overwrite=overwrite)
 
 
 @app.command(
@@ -167,7 +180,7 @@ def patch(
     options = _pairs("--option", option)
     for key in options.keys() & {"base", "memory", "window", "sinks", "model_kwargs"}:
         raise typer.BadParameter(f"--option {key}: that is not an option of a memory")
-    _export(lambda: retrofit.patch(base, memory, window, sinks, **options), base, output, overwrite)
+    _export(lambda: retrofit.patch(base, memory, window, sinks, **options), [base], output, overwrite)
 
 
 @app.command(epilog=example("retrofit merge Qwen/Qwen2.5-0.5B runs/first/adapter -o first-merged"))
@@ -180,7 +193,7 @@ def merge(
     """Export BASE and ADAPTER as one model."""
     import retrofit
 
-    _export(lambda: retrofit.load_adapter(base, adapter), base, output, overwrite)
+    _export(lambda: retrofit.load_adapter(base, adapter), [base, adapter], output, overwrite)
 
 
 @app.command(
@@ -200,7 +213,7 @@ def convert(
     import retrofit
     from retrofit.files import check_output
 
-    check_output(output, overwrite)
+    check_output(output, overwrite, inputs=[base, ahn])
     model = retrofit.convert_ahn(base, ahn, window, sinks)
     retrofit.save_adapter(model, output, overwrite)
     added = sum(parameter.numel() for _, parameter in model.memory_parameters())
@@ -214,7 +227,7 @@ def generate(
     adapter: Annotated[str | None, typer.Option(help="Adapter: a folder or a Hub id.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of sampling.")] = 0,
 ) -> None:
     """Continue a prompt with an exported model, or with a base and an adapter. The text is printed as it comes."""
     from retrofit.generation import generate_text, load_for_generation
@@ -356,17 +369,20 @@ def _pairs(flag: str, items: list[str] | None) -> dict[str, Any]:
     return pairs
 
 
-def _export(build: Callable[[], Any], base: str, output: Path, overwrite: bool) -> None:
-    """Write the model ``build`` makes to ``output``, with the base's tokenizer if it has one; say what was written."""
+def _export(build: Callable[[], Any], inputs: list[str], output: Path, overwrite: bool) -> None:
+    """Write the model that ``build`` makes of ``inputs`` (the base first) to ``output``; say what was written.
+
+    The base's tokenizer goes with it, if there is one.
+    """
     from patches.errors import RetrofitError
     from retrofit.export import export_model
     from retrofit.files import check_output
     from retrofit.loading import load_tokenizer
 
-    check_output(output, overwrite)
+    check_output(output, overwrite, inputs)
     model = build()
     try:
-        tokenizer = load_tokenizer(base)
+        tokenizer = load_tokenizer(inputs[0])
     except RetrofitError as error:
         tokenizer = None
         typer.echo(f"note: exported without a tokenizer: {error}", err=True)

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from distill.sources import documents
 from patches.errors import RetrofitError
-from retrofit import loading
 
 TOKENIZER_BATCH = 1000  # documents handed to the tokenizer at once
 
@@ -44,19 +43,6 @@ class Split:
     train: PackedRows
     held_out: PackedRows
     tokens: int  # in the whole stream
-
-
-def load_tokenizer(base: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the checkpoint ``base``.
-
-    Raises:
-        RetrofitError: there is none.
-    """
-    tokenizer = loading.load_tokenizer(base)
-    # where the files are missing transformers builds one of the family's class, with special tokens only
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise RetrofitError(f"{base} has no tokenizer: save one beside the checkpoint (tokenizer.json)")
-    return tokenizer
 
 
 def load_rows(source: str, tokenizer: PreTrainedTokenizerBase, *, seq_len: int, holdout: float = 0.1) -> Split:

@@ -1,61 +1,77 @@
-"""The demo's last act: the exported model, loaded as a stranger would load it, completes a prompt."""
+"""The demo's last act: the exported model, loaded as a stranger would load it, completes prompts."""
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from distill import demo_reload
-from distill.demo_reload import NEW_TOKENS
-from distill.demo_text import WORDS, recall_distance
+from distill.demo_reload import complete
+from distill.demo_text import WORDS, recall_distance, tokenizer
 from patches.errors import RetrofitError
 from retrofit.baselines import window_only
+from retrofit.table import print_table
 
-LONG_AGO = 2  # times S + W tokens: how far back the prompt's answer lies at least
+LONG_AGO = 2  # times S + W tokens: how far back a question's answer lies at least
 
 
-def pick_prompt(documents: Tensor, exact: int) -> tuple[Tensor, int]:
-    """The earliest prompt that asks for something long gone: chosen by place alone, whatever any model makes of it.
+@dataclass(frozen=True)
+class Question:
+    """A held-out document up to a name whose surname is due.
 
-    Args:
-        documents: (N, T).
-        exact: tokens kept exactly, S + W.
-
-    Returns:
-        the first tokens of a document up to a name (P,), and how many tokens ago its surname was last seen.
+    Attributes:
+        words: the prompt; the last one is the name.
+        ago: how many tokens before its place the surname was last seen.
     """
-    distance = recall_distance(documents)
-    asked = distance > LONG_AGO * exact
-    place = torch.where(asked, torch.arange(documents.shape[1]), documents.shape[1])
-    row = int(place.min(1).values.argmin())
-    at = int(place[row].min())
-    return documents[row, :at], int(distance[row, at])
+
+    words: list[str]
+    ago: int
+
+    @property
+    def answer(self) -> str:
+        return self.words[len(self.words) - self.ago]
 
 
-def reload(folder: Path, ids: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
+def pick_questions(documents: Tensor, exact: int, count: int) -> list[Question]:
+    """The first long-gone question of each document, for the first ``count`` documents (N, T) that have one.
+
+    Chosen by place alone, whatever any model makes of it; ``exact`` is S + W.
+    """
+    questions = []
+    for ids, distance in zip(documents, recall_distance(documents), strict=True):
+        places = (distance > LONG_AGO * exact).nonzero()
+        if len(places) and len(questions) < count:
+            at = int(places[0])
+            questions.append(Question([WORDS[token] for token in ids[:at]], int(distance[at])))
+    return questions
+
+
+def reload(folder: Path, ids: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
     """Load the exported ``folder`` in a fresh process without this package.
 
     Args:
         ids: (B, T), to compute logits for.
-        prompt: (P,), to continue greedily.
+        prompts: texts to continue greedily.
 
     Returns:
-        logits (B, T, V) and the continuation (NEW_TOKENS,).
+        logits (B, T, V) and the continuations' token ids (prompts, NEW_TOKENS).
 
     Raises:
         RetrofitError: that process failed, with its last words.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        request, answer = Path(scratch, "request.safetensors"), Path(scratch, "answer.safetensors")
-        save_file({"ids": ids.clone(), "prompt": prompt.clone()}, request)
+        request, answer = Path(scratch, "request.json"), Path(scratch, "answer.safetensors")
+        request.write_text(json.dumps({"ids": ids.tolist(), "prompts": prompts}), encoding="utf-8")
         done = subprocess.run(
             # -P: the script's own folder, which is part of this package, stays off the path
             [sys.executable, "-P", demo_reload.__file__, str(folder), str(request), str(answer)],
@@ -72,42 +88,47 @@ def reload(folder: Path, ids: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor]:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise RetrofitError(f"the exported model in {folder} does not load in a fresh process: {last}")
         result = load_file(answer)
-    return result["logits"], result["continuation"]
+    return result["logits"], result["completions"]
 
 
-def print_recall(console: Console, model: Any, prompt: Tensor, ago: int, continuation: Tensor) -> None:
-    """Print a prompt and how the export, the teacher and the window-only model go on.
+def print_recall(console: Console, model: Any, questions: list[Question], completions: Tensor) -> None:
+    """Print the first prompt with the export's continuation, and what each model answers to every question.
 
     Args:
-        model: the distilled model in memory.
-        prompt: (P,).
-        ago: how many tokens ago the next token was last seen.
-        continuation: (NEW_TOKENS,) of the export.
+        model: the distilled model in memory, for the teacher and window-only.
+        completions: (questions, NEW_TOKENS) of the export.
     """
     memory = model.config.memory
-    words = [WORDS[token] for token in prompt]
-    text = Text(" ".join(words[: memory["sinks"]]), style="cyan")
-    for at, word in enumerate(words[memory["sinks"] :], start=memory["sinks"]):
-        asked = at + 1 == len(words) or len(words) - at in (ago, ago + 1)
-        style = "bold reverse" if asked else "cyan" if at >= len(words) - memory["window"] else "dim"
-        text.append(" ").append(word, style)
-    binding = " ".join(words[len(words) - ago - 1 : len(words) - ago + 1])
-    console.print(f"\nA held-out prompt; '{binding}' was last seen {ago} tokens ago. Cyan: sinks and window.")
-    console.print(text)
-    plain = window_only(model)
+    prompts = [" ".join(question.words) for question in questions]
     with model.memory_off():
-        teacher = _continue(model, prompt)
-    goes_on = {
+        teacher = complete(model, tokenizer(), prompts)
+    answers = {
         "teacher": teacher,
-        "window-only": _continue(plain, prompt),
-        f"{memory['kind']}, loaded from the export": continuation,
+        "window_only": complete(window_only(model), tokenizer(), prompts),
+        "export": completions,
     }
-    width = max(map(len, goes_on))
-    for name, tokens in goes_on.items():
-        console.print(f"  {name:>{width}}: [bold]{' '.join(WORDS[token] for token in tokens)}", highlight=False)
 
+    first, text = questions[0], Text()
+    for at, word in enumerate(first.words):
+        left = len(first.words) - at
+        asked = left in (first.ago + 1, first.ago, 1)
+        kept = at < memory["sinks"] or left <= memory["window"]
+        text.append(word, "bold reverse" if asked else "cyan" if kept else "dim").append(" ")
+    text.append(" ".join(WORDS[token] for token in completions[0]), "bold green")
+    console.print("\nThe export completes a held-out prompt (sinks and window in cyan, the continuation in green):")
+    console.print(text)
 
-def _continue(model: Any, prompt: Tensor) -> Tensor:
-    """(P,) -> (NEW_TOKENS,), greedily."""
-    tokens = model.generate(prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False)
-    return tokens[0, len(prompt) :]
+    rows = [
+        {"name": question.words[-1], "ago": question.ago, "answer": question.answer}
+        | {model: WORDS[tokens[index, 0]] for model, tokens in answers.items()}
+        for index, question in enumerate(questions)
+    ]
+    columns = {
+        "name": ("name", ""),
+        "ago": ("tokens ago", "d"),
+        "answer": ("surname", ""),
+        "teacher": ("teacher", ""),
+        "window_only": ("window-only", ""),
+        "export": (f"{memory['kind']}, loaded from the export", ""),
+    }
+    print_table("The same for the first questions of this kind", rows, columns, console)

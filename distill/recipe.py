@@ -100,9 +100,12 @@ class Recipe:
                 raise RetrofitError(f"{name}: {value} is out of range, it must be {rule}")
         if taken := set(self.options) & ({f.name for f in fields(self)} | {"model_kwargs"}):
             raise RetrofitError(f"options: {min(taken)!r} is not an option of a memory: give it as a key of its own")
+        if self.seed >= 2**32:
+            raise RetrofitError(f"seed: {self.seed} is out of range, it must be below 2**32")
         if self.holdout >= 1:
             raise RetrofitError(f"holdout: {self.holdout} is out of range, it is a share of the tokens below 1")
-        if self.window_sampling == "fixed" and self.seq_len < self.window + self.sinks + 2:
+        # with window_sampling too: held-out rows are scored at the window that is saved
+        if self.seq_len < self.window + self.sinks + 2:
             raise RetrofitError(
                 f"seq_len: {self.seq_len} tokens never leave a window of {self.window} and {self.sinks} sinks, so "
                 f"there is nothing to learn: take {self.window + self.sinks + 2} or more, or a smaller window"

@@ -15,10 +15,10 @@ from transformers import PrinterCallback, TrainerState, set_seed
 
 import retrofit
 from distill.arguments import CHECKPOINTING, DistillArguments
-from distill.checkpoint import checkpoints, step_of
-from distill.data import Split, load_rows, load_tokenizer
+from distill.checkpoint import STATE, checkpoints, damage, step_of
+from distill.data import Split, load_rows
 from distill.progress import ProgressCallback, RunLog, progress_bar, seconds
-from distill.recipe import Recipe
+from distill.recipe import Recipe, read_recipe
 from distill.results import COLUMNS, card_details, compare, title
 from distill.stopping import EXIT_STATUS, StopOnSignal
 from distill.trainer import DistillTrainer
@@ -27,8 +27,8 @@ from patches.kinds import find_kind
 from retrofit.adapter import WEIGHTS, load_memory_weights
 from retrofit.export import export_model
 from retrofit.files import check_output, write_json, write_text
-from retrofit.loading import load_config
-from retrofit.table import print_table
+from retrofit.loading import load_config, load_tokenizer
+from retrofit.table import finite, print_table
 
 RECIPE_FILE = "recipe.yaml"
 # what may differ between a run and its resumption without changing the result
@@ -52,11 +52,11 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     """
     base, data, output = recipe.places()
     console = Console(stderr=True)
-    earlier = checkpoints(output) if resume else []
     if resume:
         _check_same_run(recipe, output)
     else:
-        check_output(output, overwrite)
+        check_output(output, overwrite, inputs=[base, data])
+    checkpoint = _last_whole(output, console) if resume else None
 
     kind = find_kind(recipe.memory)
     kind.read_options(recipe.options)
@@ -82,7 +82,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         write_text(output / RECIPE_FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
 
     try:
-        state = _fit(model, recipe, split, output, earlier[-1] if earlier else None, console)
+        state = _fit(model, recipe, split, output, checkpoint, console)
         rows = compare(model, recipe, split, seconds(state), console)
     except KeyboardInterrupt:
         saved = checkpoints(output)
@@ -105,7 +105,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     details = card_details(recipe, rows, command)
     retrofit.save_adapter(model, output / "adapter", overwrite=True, details=details)
     export_model(model, output / "model", tokenizer, overwrite=True, details=details)
-    write_json(output / "metrics.json", metrics)
+    write_json(output / "metrics.json", finite(metrics))  # a gradient's norm in the curve may be infinite
     print_table(title(recipe, split), rows, COLUMNS)
     return metrics
 
@@ -115,11 +115,22 @@ def _check_same_run(recipe: Recipe, output: Path) -> None:
     path = output / RECIPE_FILE
     if not path.is_file():
         raise RetrofitError(f"there is no run to resume in {output}: leave --resume away to start one")
-    before = yaml.safe_load(path.read_text(encoding="utf-8"))
-    changed = [key for key, value in recipe.to_dict().items() if key not in FREE_ON_RESUME and before.get(key) != value]
+    before = Recipe.from_dict(read_recipe(path), where=str(path)).to_dict()
+    changed = [key for key, value in recipe.to_dict().items() if key not in FREE_ON_RESUME and before[key] != value]
     if changed:
         what = ", ".join(f"{key} (was {before.get(key)!r})" for key in changed)
         raise RetrofitError(f"the run in {output} was started with other settings: {what}; resume it with {path}")
+
+
+def _last_whole(output: Path, console: Console) -> Path | None:
+    """The last checkpoint of a run that can be gone on from; those after it are named."""
+    for checkpoint in reversed(checkpoints(output)):
+        reason = damage(checkpoint)
+        if not reason:
+            return checkpoint
+        said = f"{checkpoint} cannot be used, {reason}: going back to the one before it"
+        console.print(said, highlight=False, soft_wrap=True)
+    return None
 
 
 def _clear(output: Path) -> None:
@@ -140,7 +151,7 @@ def _fit(
     """
     if checkpoint is not None and step_of(checkpoint) >= recipe.steps:
         load_memory_weights(model, checkpoint / WEIGHTS)
-        return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        return TrainerState.load_from_json(str(checkpoint / STATE))
     checkpointing: dict[str, Any] = {CHECKPOINTING: recipe.gradient_checkpointing}
     args = DistillArguments(
         output_dir=str(output),

@@ -20,6 +20,7 @@ from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
 from retrofit.baselines import window_only
 from retrofit.evaluate import gap_closed
+from retrofit.families import is_retrofit
 
 Batch = dict[str, Tensor]
 
@@ -52,6 +53,8 @@ class DistillTrainer(Trainer):
         data_collator: Any = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
+        if not is_retrofit(model):
+            raise RetrofitError(f"{type(model).__name__} has no memory to train: patch it first with retrofit.patch")
         if not any(parameter.requires_grad for _, parameter in model.memory_parameters()):
             kind = model.config.memory["kind"]
             raise RetrofitError(f"memory {kind!r} has no parameters to train: use the patched model as it is")

@@ -1,8 +1,10 @@
-"""Tokens in coordinates of their own row: counted after its padding and sinks, so that blocks begin where they would alone.
+"""Tokens counted from the first of their row that is neither padding nor sink, so that blocks begin as in it alone.
 
 Row memories work in blocks. In a left-padded batch the blocks of two rows lie at different slots; a :class:`Frame`
 shifts the rows until they coincide, and back.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -85,7 +87,9 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def sink_attention(frame: Frame, q: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float, dropout: float) -> Tensor | None:
+def sink_attention(
+    frame: Frame, q: Tensor, sink_k: Tensor, sink_v: Tensor, scale: float, dropout: float
+) -> Tensor | None:
     """What the sinks among the new tokens read: each other, causally. ``(B, S, H, D)``, or None if there are none.
 
     Args:
@@ -126,12 +130,12 @@ def blocks_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     return out.unflatten(0, (B, N, kv_heads)).permute(0, 1, 4, 2, 3, 5).reshape(B, N * C, H, -1)
 
 
-def joined_attention(parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]], scale: float, dropout: float) -> Tensor:
+def joined_attention(parts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], scale: float, dropout: float) -> Tensor:
     """One token's softmax over keys that lie in several places, none of them copied.
 
     Args:
         parts: for each place the queries ``(B, H, 1, D)`` that read it, keys and values ``(B, H_kv, M, D)``, and which
-            of them count ``(1 or B, M)``, or None for all. In the first part something always counts.
+            of them count ``(1 or B, M)``. In the first part something always counts.
 
     Returns:
         ``(B, 1, H, D)``.
@@ -139,15 +143,13 @@ def joined_attention(parts: list[tuple[Tensor, Tensor, Tensor, Tensor | None]], 
     outs, sums = [], []
     for q, k, v, mask in parts:
         B, kv_heads = k.shape[:2]
-        seen = None
-        if mask is not None:
-            empty = ~mask.any(-1, keepdim=True)
-            seen = (mask | empty).expand(B, -1).repeat_interleave(kv_heads, 0)[:, None, None]
+        empty = ~mask.any(-1, keepdim=True)  # no key at all would be NaN: such a part gets a share of 0 instead
+        seen = (mask | empty).expand(B, -1).repeat_interleave(kv_heads, 0)[:, None, None]
         q = q.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # (B H_kv, G, 1, D)
         out, lse = attention_lse(q, k.flatten(0, 1), v.flatten(0, 1), seen, scale, dropout)
         out, lse = (x.unflatten(0, (B, kv_heads)).flatten(1, 2) for x in (out, lse.unsqueeze(-1)))  # (B, H, 1, ...)
         outs.append(out)
-        sums.append(lse if mask is None else lse.masked_fill(empty[:, :, None, None], float("-inf")))
+        sums.append(lse.masked_fill(empty[:, :, None, None], float("-inf")))
     shares = torch.stack(sums).softmax(0)
     joined = (torch.stack(outs).to(shares.dtype) * shares).sum(0)
     return joined.to(outs[0].dtype).transpose(1, 2)

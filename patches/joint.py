@@ -25,7 +25,7 @@ BRANCHES = ("both", "linear")
 MASS_EPS = 1e-3  # beside the mass when the linear branch is read
 NO_MASS = 1e-30  # the log of a smaller mass is not told apart: it weighs nothing against any window
 FORGETTING = 3e-3  # decay per token, about, at the start
-OPENING = 10.0  # steepness of the gate that starts at zero: with 1 it opens too slowly to be trained in 100 steps
+OPENING = 10.0  # steepness of the gate that starts at zero; with 1 a short training ends before it is open
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,18 @@ class JointOptions(Options):
 
     Attributes:
         branches: ``"both"``, or ``"linear"``: all of the state to the linear branch, for ordinary text.
-        temperature: tau, the sharpness of the positive features at the start of training.
     """
 
     branches: str = "both"
-    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if self.branches not in BRANCHES:
             choices = " or ".join(map(repr, BRANCHES))
             raise RetrofitError(f"branches={self.branches!r}{nearest(self.branches, BRANCHES)}: use {choices}")
-        number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
-        if not number or not 0 < self.temperature < math.inf:
-            raise RetrofitError(f"temperature={self.temperature!r}: the features' sharpness must be a number above 0")
 
 
 class Branch(nn.Module):
-    """What both branches have: feature maps, write gates, a matrix after the read and a bias in the softmax."""
+    """What both branches have: feature maps, write gates, a bias in the softmax and a matrix after the read."""
 
     def __init__(self, hidden: int, heads: int, dim: int, features: int):
         super().__init__()
@@ -58,17 +53,17 @@ class Branch(nn.Module):
         self.k_map = nn.Parameter(torch.empty(heads, dim, features))
         self.write = nn.Linear(hidden, heads)
         self.forget = nn.Linear(hidden, heads)
-        self.weight = nn.Linear(hidden, heads)
+        self.logit = nn.Linear(hidden, heads)
         self.o_proj = HeadLinear(heads, dim)
 
-    def reset_parameters(self, weight: float) -> None:
-        """``weight``: bias in the softmax at the start."""
+    def reset_parameters(self, logit: float) -> None:
+        """``logit``: what is added to the logit in the shared softmax at the start."""
         # one frame of orthonormal directions for queries and keys: alike before training, alike after the map
         frame = torch.linalg.qr(torch.randn(self.q_map.shape, dtype=torch.float32)).Q
         init.copy_(self.q_map, frame)
         init.copy_(self.k_map, frame)
         rate = math.log(math.expm1(FORGETTING))  # the inverse softplus
-        for linear, bias in ((self.write, 0.0), (self.forget, rate), (self.weight, weight)):
+        for linear, bias in ((self.write, 0.0), (self.forget, rate), (self.logit, logit)):
             init.normal_(linear.weight, std=0.02)
             init.constant_(linear.bias, bias)
         init.zeros_(self.o_proj.weight)
@@ -92,7 +87,7 @@ class LinearBranch(Branch):
     """``S <- a S + beta phi(k) [v, 1]^T``, read as a mean: ``phi(q) S_v / (phi(q) S_1 + eps)``, the mass below it."""
 
     def read(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None, temperature: float
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Write and read.
 
@@ -106,7 +101,7 @@ class LinearBranch(Branch):
         Returns:
             What is read ``(B, m, H, D)``, the log of its mass ``(B, m, H)``, the new state ``(B, H, F, D + 1)``.
         """
-        q, k = ((x * temperature).softmax(-1) for x in self.mapped(q, k))
+        q, k = (x.softmax(-1) for x in self.mapped(q, k))
         beta, log_decay = gates.unbind(1)
         read, state = linear_attention(q, k * beta.unsqueeze(-1), v, log_decay, state)
         mass = read[..., -1:]
@@ -153,11 +148,11 @@ class JointMemory(WindowOnly):
             self.familiarity = nn.Parameter(torch.empty(self.heads))  # r
 
     def reset_parameters(self) -> None:
-        self.linear.reset_parameters(weight=0.0)
+        self.linear.reset_parameters(logit=0.0)
         init.zeros_(self.opening)
         init.ones_(self.window_weight)
         if self.delta is not None:
-            self.delta.reset_parameters(weight=-1.0)
+            self.delta.reset_parameters(logit=-1.0)
             init.zeros_(self.familiarity)
 
     def state_elements(self) -> int:
@@ -202,13 +197,13 @@ class JointMemory(WindowOnly):
         """Write and read each branch: its logit ``(B, m, H)`` beside the window's, its output ``(B, m, H, D)``."""
         state = {} if step.layer is None else step.layer.state
         v = pad(v, (0, 1), value=1.0).repeat_interleave(self.heads // self.kv_heads, 1)  # (B, H, m, D + 1)
-        far, log_mass, linear = self.linear.read(q, k, v, gates[0], state.get("linear"), self.options.temperature)
+        far, log_mass, linear = self.linear.read(q, k, v, gates[0], state.get("linear"))
         state["linear"] = linear
-        logits, outputs = [log_mass + _linear(self.linear.weight, x)], [far]
+        logits, outputs = [log_mass + _linear(self.linear.logit, x)], [far]
         if self.delta is not None:
             far, known, state["delta"] = self.delta.read(q, k, v, gates[1], state.get("delta"))
             known = self.familiarity.to(known.dtype) * known
-            logits.append(log_mass + _linear(self.delta.weight, x) + known)
+            logits.append(log_mass + _linear(self.delta.logit, x) + known)
             outputs.append(far)
         return logits, outputs
 

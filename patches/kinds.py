@@ -3,6 +3,7 @@
 from typing import Any
 
 from .ahn import DeltaNet, GatedDeltaNet, Mamba2
+from .compressive import Compressive
 from .config import MemoryConfig
 from .errors import RetrofitError, nearest
 from .h2o import H2O
@@ -15,7 +16,7 @@ from .tova import Tova
 
 KINDS: dict[str, type[Memory]] = {
     kind.kind: kind
-    for kind in (WindowOnly, GatedDeltaNet, DeltaNet, Mamba2, Tova, H2O, JointMemory, TensorCache, InfiniAttention, KVM)
+    for kind in (WindowOnly, GatedDeltaNet, DeltaNet, Mamba2, Tova, H2O, JointMemory, TensorCache, InfiniAttention, KVM, Compressive)
 }
 
 
@@ -25,7 +26,7 @@ def find_kind(name: str) -> type[Memory]:
     Raises:
         RetrofitError: there is none.
     """
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         raise RetrofitError(f"unknown memory {name!r}{nearest(name, KINDS)}: choose one of {', '.join(KINDS)}")
     return KINDS[name]
 

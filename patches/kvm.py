@@ -39,9 +39,9 @@ class KVMOptions(Options):
             of an AHN state, ``H D^2`` elements, if fixed; otherwise no least number.
         factor, exponent, saturation: of the growing budgets.
         multiple: growing budgets are rounded down to a multiple of this.
-        positions: where a row's key stands when it is read: ``"row"``, the mean position of its tokens; ``"edge"``, just
-            before the window (for contexts beyond the base's trained length); ``"nope"``, at the query itself.
-        gate_appends: whether the merge gate also weakens tokens that found rows (one of the two public codes does it).
+        positions: where a row's key stands when it is read: ``"row"``, the mean position of its tokens; ``"edge"``,
+            just before the window (for contexts beyond the base's trained length); ``"nope"``, at the query itself.
+        gate_appends: whether the merge gate also weakens tokens that found rows, as one of the two public codes has it.
     """
 
     chunk: int | None = None
@@ -80,9 +80,9 @@ class KVMOptions(Options):
 class RotaryKeys:
     """Keys of a base that rotates all their channels and does not normalise them.
 
-    Sums hold keys turned back to position 0 and without the projection's bias, which all keys share and which would make
-    all of them alike. Likeness is the cosine. A row is read with the length of its founder, with the bias, and turned
-    to a position: a row of one token is that token's key.
+    Sums hold keys turned back to position 0 and without the projection's bias, which all keys share and which would
+    make all of them alike. Likeness is the cosine. A row is read with the length of its founder, with the bias, and
+    turned to a position: a row of one token is that token's key.
 
     Attributes:
         rotary: the model's tables.
@@ -163,7 +163,7 @@ class KVM(Memory):
             return
         if window % chunk:
             raise RetrofitError(
-                f"window={window} is not a multiple of chunk={chunk}: choose a window of whole chunks, or leave chunk out"
+                f"window={window} is not a multiple of chunk={chunk}: choose a window of whole chunks, or no chunk"
             )
         if self.options.budget == "fixed" and chunk > self.rows:
             raise RetrofitError(
@@ -201,9 +201,10 @@ class KVM(Memory):
 
     def state_elements(self) -> int:
         """Of a growing budget: at the longest input the base is made for."""
-        schedule = self.schedule
-        blocks = max(1, (self.longest - self.sinks - self.window) // self.chunk)
-        return schedule.rows(blocks) * self.kv_heads * self._row_elements
+        rows = self.rows
+        if self.options.budget != "fixed":
+            rows = self.schedule.rows(max(1, (self.longest - self.sinks - self.window) // self.chunk))
+        return rows * self.kv_heads * self._row_elements
 
     def write_gates(self, x: Tensor) -> Tensor:
         """``1 + ELU(W_g x)`` of each key/value head, ``(B, n, H_kv)``, float32 or wider."""
@@ -223,10 +224,11 @@ class KVM(Memory):
         with torch.autocast(step.q.device.type, enabled=False):
             if layer is not None and self._one_more(step, layer, frame):
                 return self._decode(step, layer, frame, keys, rule), None
+            new = step.k, step.v, step.gates, step.pad
             if layer is None:
-                stream = plain_stream(step.k, step.v, step.gates, step.pad, seen=0, window=self.window, sinks=self.sinks)
+                stream = plain_stream(*new, seen=0, window=self.window, sinks=self.sinks)
             else:
-                stream = layer.stream(step.k, step.v, step.gates, step.pad)
+                stream = layer.stream(*new)
             assert stream.gates is not None
             rows = no_rows(step.k) if layer is None else layer.state.get("rows", no_rows(step.k))
             before = step.seen - self.window, -self.window
@@ -249,7 +251,8 @@ class KVM(Memory):
     def _decode(self, step: Step, layer: MemoryCacheLayer, frame: Frame, keys: RotaryKeys, rule: Rule) -> Tensor:
         """One token: if it begins a chunk, the oldest chunk becomes rows first; then it attends. ``(B, 1, H, D)``."""
         schedule, device = rule.schedule, step.q.device
-        old, new = ([rule.evicted(index) for index in indices] for indices in ([s - 1 for s in frame.start], frame.start))
+        old = [rule.evicted(index - 1) for index in frame.start]
+        new = [rule.evicted(index) for index in frame.start]
         rows = layer.state["rows"]
         if old != new:
             ring = (torch.arange(self.chunk, device=device) + step.seen) % self.window  # the chunk W slots ago

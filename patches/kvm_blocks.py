@@ -78,8 +78,8 @@ def attend_blocks(
     if done[0] != done[-1]:
         # the block that leaves as chunk j arrives lies W before it
         index = frame.indices(-window, frame.size - window)
-        leaving = (x[:, :, : frame.size] for x in (k, v, gates))
-        blocks = prepare(*leaving, index, keys, chunk, rule.gate_appends)
+        k_out, v_out, gates_out = (x[:, :, : frame.size] for x in (k, v, gates))
+        blocks = prepare(k_out, v_out, gates_out, index, keys, chunk, rule.gate_appends)
     moved = keys.queries(q, frame.indices(0, frame.size))
     together = _together(rule.schedule, rule.schedule.rows(max(done[-1])))
     pieces = []
@@ -94,7 +94,9 @@ def attend_blocks(
             states.append(rows)
         most, size = rows.shape[2], min(together, len(span)) * chunk
         states = [fill(x, (0, 0, 0, most - x.shape[2])) if x.shape[2] < most else x for x in states]
-        begins = frame.column(frame.base) + torch.arange(span.start + 1, span.stop + 1, device=q.device) * chunk - window
+        begins = (
+            torch.arange(span.start + 1, span.stop + 1, device=q.device) * chunk - window + frame.column(frame.base)
+        )
         read = read_rows(torch.stack(states, 1), keys, begins - 1)
         queries = slice(span.start * chunk, span.stop * chunk)
         tokens = slice((span.start + 1) * chunk, span.stop * chunk + window)
@@ -174,8 +176,9 @@ def _mask(
     if full and all(count == most for chunk_counts in counts for count in chunk_counts):
         return sight[None, None]
     held = torch.arange(most, device=device) < torch.tensor(counts, device=device).T.unsqueeze(-1)
-    there = token >= -begins[:, ::together].unsqueeze(-1)
-    there = torch.cat([there.new_ones(*there.shape[:2], sinks), held.unflatten(1, (-1, together)).flatten(2), there], -1)
+    begun = token >= -begins[:, ::together].unsqueeze(-1)
+    held = held.unflatten(1, (-1, together)).flatten(2)
+    there = torch.cat([begun.new_ones(*begun.shape[:2], sinks), held, begun], -1)
     return sight & there.unsqueeze(2)
 
 
@@ -204,16 +207,18 @@ def _attend(
     chunk, window = rule.schedule.chunk, rule.schedule.window
     heads, kv_heads = q.shape[1], near[0].shape[1]
     wide, count = window + size - chunk, q.shape[2] // size
-    q, moved = (None if x is None else x.unflatten(2, (count, size)).transpose(1, 2) for x in (q, moved))
+    q = q.unflatten(2, (count, size)).transpose(1, 2)
     sink_k, sink_v = (x.unsqueeze(1).expand(-1, count, -1, -1, -1) for x in sinks)
     row_k, row_v = (x.unflatten(1, (count, -1)).transpose(2, 3).flatten(3, 4).to(near[0].dtype) for x in rows)
     near_k, near_v = (x.unfold(2, wide, size).permute(0, 2, 1, 4, 3) for x in near)
     # a temperature belongs to a query head, so the heads of a group cannot share keys
-    sink_k, row_k, near_k = (x.repeat_interleave(heads // kv_heads, 2) if heads > kv_heads else x for x in (sink_k, row_k, near_k))
+    if heads > kv_heads:
+        sink_k, row_k, near_k = (x.repeat_interleave(heads // kv_heads, 2) for x in (sink_k, row_k, near_k))
     row_k = row_k * rule.temperature.to(row_k.dtype)[:, None, None]
     if moved is not None:  # twice the channels: the queries as they are meet tokens, the moved ones meet rows
         D = q.shape[-1]
-        q, row_k = torch.cat([q, moved], -1), fill(row_k, (D, 0))
+        q = torch.cat([q, moved.unflatten(2, (count, size)).transpose(1, 2)], -1)
+        row_k = fill(row_k, (D, 0))
         sink_k, near_k = fill(sink_k, (0, D)), fill(near_k, (0, D))
     keys, values = torch.cat([sink_k, row_k, near_k], 3), torch.cat([sink_v, row_v, near_v], 3)
     return blocks_attention(q, keys, values, mask, rule.scale, rule.dropout)

@@ -100,7 +100,7 @@ def kvm_attention(
         k, v, gates = (torch.cat(pair, 2) for pair in ((past.k, k), (past.v, v), (past.gates, gates)))
         seen, rows = past.seen, past.rows
     frame = Frame(seen, n, None, 0, rule.schedule.chunk, k.device)
-    laid = (frame.lay(x, seen - window, -window) for x in (k, v, gates))
+    k_laid, v_laid, gates_laid = (frame.lay(x, seen - window, -window) for x in (k, v, gates))
     none = k[:, :, :0]
-    out, rows = attend_blocks(frame.lay(q, seen), *laid, none, none, rows, keys, rule, frame)
+    out, rows = attend_blocks(frame.lay(q, seen), k_laid, v_laid, gates_laid, none, none, rows, keys, rule, frame)
     return frame.collect(out, None), Past(k[:, :, n:], v[:, :, n:], gates[:, :, n:], rows, seen + n)

@@ -101,17 +101,31 @@ class Keys(Protocol):
 
 @dataclass
 class Blocks:
-    """``N`` blocks of tokens ready to be written; all but the choice of rows is computed for all blocks at once.
+    """``N`` blocks of tokens ready to be written; what does not hang on the choice of rows is computed for all at once.
 
     Attributes:
+        key: what is summed, ``(B, H_kv, N, C, D)``.
+        value: likewise.
+        index: ``(1 or B, 1, N, C, 1)``.
         probe: what is compared with the rows, ``(B, H_kv, N, C, D)``.
-        founding: what a token adds to a row it founds, ``(B, H_kv, N, C, 2 D + 4)``.
-        joining: what it adds to a row it joins.
+        joining: what a token adds to a row it joins, ``(B, H_kv, N, C, 2 D + 4)``.
+        weight: of tokens that found rows ``(B, H_kv, N, C, 1)``; None is 1.
     """
 
+    key: Tensor
+    value: Tensor
+    index: Tensor
     probe: Tensor
-    founding: Tensor
     joining: Tensor
+    weight: Tensor | None
+
+    def founding(self, number: int) -> Tensor:
+        """What a token of block ``number`` adds to a row it founds, ``(B, H_kv, C, 2 D + 4)``."""
+        key, value, index = (x[:, :, number] for x in (self.key, self.value, self.index))
+        lengths = key.norm(dim=-1, keepdim=True), value.norm(dim=-1, keepdim=True)
+        one = torch.ones_like(lengths[0])
+        added = torch.cat([key, value, one, one * index, *lengths], -1)
+        return added if self.weight is None else added * self.weight[:, :, number]
 
 
 def prepare(
@@ -130,15 +144,14 @@ def prepare(
     """
     key = keys.written(k, index)
     value, gates = v.to(key.dtype), gates.to(key.dtype)
-    at = index[:, None, :, None].to(key.dtype).expand(*key.shape[:3], 1)
-    sums = torch.cat([key, value, torch.ones_like(at), at], -1)
-    lengths = torch.cat([key.norm(dim=-1, keepdim=True), value.norm(dim=-1, keepdim=True)], -1)
+    at = index[:, None, :, None].to(key.dtype)
     with torch.no_grad():
         probe = keys.probe(key)
-    founding, joining = torch.cat([sums, lengths], -1), fill(sums * gates, (0, 2))
-    if gate_appends:
-        founding = founding * gates.where(index[:, None, :, None] >= chunk, 1.0)
-    return Blocks(*(x.unflatten(2, (-1, chunk)) for x in (probe, founding, joining)))
+    nothing = torch.zeros_like(gates).expand(*gates.shape[:3], 2)
+    joining = torch.cat([key * gates, value * gates, gates, at * gates, nothing], -1)
+    key, value, at, probe, joining = (x.unflatten(2, (-1, chunk)) for x in (key, value, at, probe, joining))
+    weight = gates.unflatten(2, (-1, chunk)).where(at >= chunk, 1.0) if gate_appends else None
+    return Blocks(key, value, at, probe, joining, weight)
 
 
 def absorb(
@@ -167,13 +180,14 @@ def absorb(
     target, founds = choose(rows, blocks, number, keys, before, after, barred)
     written = blocks.joining[:, :, number]
     if founds is not None:
-        written = torch.where(founds.unsqueeze(-1), blocks.founding[:, :, number], written)
+        written = torch.where(founds.unsqueeze(-1), blocks.founding(number), written)
     if not all(active):
         written = written * torch.tensor(active, device=rows.device)[:, None, None, None]
     if rows.shape[2] != max(after):
         rows = fill(rows, (0, 0, 0, max(after) - rows.shape[2]))
-    joined = (target.unsqueeze(-2) == torch.arange(max(after), device=rows.device)[:, None]).to(rows.dtype)
-    return rows + joined @ written  # (B, H, M, C) on (B, H, C, 2 D + 4)
+    B, H, M = rows.shape[:3]
+    target = target + torch.arange(B * H, device=rows.device).view(B, H, 1) * M  # the row in all heads' rows
+    return rows.flatten(0, 2).index_add(0, target.flatten(), written.flatten(0, 2)).view_as(rows)
 
 
 @torch.no_grad()
@@ -187,8 +201,7 @@ def choose(
     product was computed.
     """
     probe, M = blocks.probe[:, :, number], rows.shape[2]
-    D = probe.shape[-1]
-    near = probe @ keys.address(rows[..., :D]).transpose(-1, -2)  # (B, H, C, M)
+    near = probe @ keys.address(rows[..., : probe.shape[-1]]).transpose(-1, -2)  # (B, H, C, M)
     if before == after == [M] * len(before):  # a fixed budget once it is full
         return _first_best(near[..., barred:]) + barred, None
     had, new = (torch.tensor(x, device=rows.device)[:, None, None] for x in (before, after))
@@ -197,7 +210,7 @@ def choose(
     best = near.amax(-1) if M else near.new_zeros(near.shape[:3])
     founds = _rank(best) < new - had
     founded = had + founds.cumsum(-1) - 1
-    fresh = probe @ keys.address(blocks.founding[:, :, number, :, :D]).transpose(-1, -2)
+    fresh = probe @ keys.address(blocks.key[:, :, number]).transpose(-1, -2)
     near = near.masked_fill(place < barred, float("-inf"))
     first = _first_best(torch.cat([near, fresh.masked_fill(~founds.unsqueeze(2), float("-inf"))], -1))
     joined = torch.where(first < M, first, founded.gather(-1, (first - M).clamp_min(0)))
@@ -230,4 +243,3 @@ def read_rows(states: Tensor, keys: Keys, edge: Tensor) -> tuple[Tensor, Tensor]
     key, value, weight, at, key_length, value_length = states.split([D, D, 1, 1, 1, 1], -1)
     index = at / weight.clamp_min(torch.finfo(weight.dtype).tiny)
     return keys.read(key, key_length, index, edge), value_length * normalize(value, dim=-1)
-

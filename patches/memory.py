@@ -195,7 +195,8 @@ class WindowOnly(Memory):
         return local
 
     def _look_once(self, step: Step, layer: MemoryCacheLayer) -> Tensor:
-        rows, how = (step.q, layer.keys, layer.values), {"scale": step.scale, "dropout": step.dropout}
+        rows = (step.q, layer.keys, layer.values)
+        how: dict[str, Any] = {"scale": step.scale, "dropout": step.dropout}
         if not self.joins_window:
             return decode_attention(*rows, **how)
         local, step.lse = decode_attention_lse(*rows, **how)

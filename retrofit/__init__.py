@@ -4,6 +4,7 @@ from patches.errors import RetrofitError
 
 from .adapter import load_adapter, push_adapter, save_adapter
 from .convert import convert_ahn
+from .evaluate import evaluate
 from .measure import cache_bytes, state_bytes
 from .patching import patch
 
@@ -11,6 +12,7 @@ __all__ = [
     "RetrofitError",
     "cache_bytes",
     "convert_ahn",
+    "evaluate",
     "load_adapter",
     "patch",
     "push_adapter",

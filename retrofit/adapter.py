@@ -1,6 +1,7 @@
 """Adapters: the memory's weights and configuration without the base, in PEFT's file layout but without needing PEFT."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,11 @@ def save_adapter(model: Any, path: str | Path, overwrite: bool = False, details:
     """
     if not is_retrofit(model):
         raise RetrofitError(f"{type(model).__name__} has no memory: patch it first with retrofit.patch")
-    weights = {PREFIX + name: p.detach().to("cpu", copy=True).contiguous() for name, p in model.memory_parameters()}
+    # float32 again where the model was cast as a whole, its memory with it
+    weights = {
+        PREFIX + name: parameter.detach().to("cpu", torch.float32, copy=True).contiguous()
+        for name, parameter in model.memory_parameters()
+    }
     memory = model.config.memory
     config = {
         "peft_type": PEFT_TYPE,
@@ -119,8 +124,6 @@ def push_adapter(
     Raises:
         RetrofitError: the Hub refused, with its reason.
     """
-    import tempfile
-
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory() as folder:
         save_adapter(model, Path(folder) / "adapter", details=details)

@@ -1,5 +1,6 @@
 """Model cards: what a stranger needs to load and judge what we write."""
 
+from pathlib import Path
 from typing import Any
 
 
@@ -34,7 +35,8 @@ def _card(config: Any, relation: str, load: str, details: str) -> str:
     base = memory.get("base") or "the-base-model"
     tags = ["retrofit", "long-context", f"memory-{memory['kind']}"]
     metadata = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    if "/" in base and not base.startswith((".", "/")):  # a Hub id; a local path would be a dead link
+    # a Hub id; a path would be a dead link
+    if base.count("/") == 1 and base[0] not in "./~" and not Path(base).exists():
         metadata += [f"base_model: {base}", f"base_model_relation: {relation}"]
     metadata += ["tags:", *(f"- {tag}" for tag in tags), "---"]
     revision = f" at revision `{memory['base_revision']}`" if memory.get("base_revision") else ""

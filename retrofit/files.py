@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,29 @@ from typing import Any
 from patches.errors import RetrofitError
 
 
-def check_output(path: str | Path, overwrite: bool = False) -> Path:
+def check_output(path: str | Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()) -> Path:
     """Return ``path`` if a folder may be written there.
 
+    Args:
+        inputs: files and folders that are still to be read (Hub ids are none): replacing ``path`` must not remove them.
+
     Raises:
-        RetrofitError: a file is in the way, the folder cannot be replaced as a whole, or it already holds something and
-            ``overwrite`` is False.
+        RetrofitError: a file is in the way, the folder cannot be replaced as a whole, it already holds something and
+            ``overwrite`` is False, or it is or holds one of ``inputs``.
     """
     path = Path(path)
     for place in (path, *path.parents):
         if place.exists() and not place.is_dir():
             raise RetrofitError(f"{place} is a file, not a folder: choose another output folder")
-    if path.resolve() == Path.cwd() or path.is_mount():
-        raise RetrofitError(f"{path} is the current folder or a mount point: choose a folder inside it")
+    if Path.cwd().is_relative_to(path.resolve()) or path.is_mount():
+        raise RetrofitError(f"{path} is the current folder, one above it or a mount point: choose a folder inside it")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise RetrofitError(
             f"{path} already holds something: choose another folder or pass --overwrite (overwrite=True)"
         )
+    for read in map(Path, inputs):
+        if read.exists() and read.resolve().is_relative_to(path.resolve()):
+            raise RetrofitError(f"{path} is or holds {read}, which is read here: choose another output folder")
     return path
 
 

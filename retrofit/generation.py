@@ -9,7 +9,7 @@ from transformers import TextStreamer, set_seed
 from patches.errors import RetrofitError
 
 from .adapter import load_adapter
-from .loading import load_base, load_tokenizer
+from .loading import load_base, load_config, load_tokenizer
 
 
 def load_for_generation(path: str, adapter: str | Path | None = None) -> tuple[Any, Any]:
@@ -18,6 +18,7 @@ def load_for_generation(path: str, adapter: str | Path | None = None) -> tuple[A
     Raises:
         RetrofitError: as :func:`retrofit.loading.load_base`, ``load_tokenizer`` and :func:`retrofit.load_adapter`.
     """
+    load_config(path)  # no such model: said before its tokenizer is missed
     tokenizer = load_tokenizer(path)
     model = load_base(path) if adapter is None else load_adapter(path, adapter)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

@@ -71,7 +71,7 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise RetrofitError(f"{path} has no usable tokenizer ({reason}): save one beside the checkpoint") from None
     # without a file of its own, transformers makes up a tokenizer that knows nothing but its special tokens
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+    if tokenizer.vocab_size <= len(set(tokenizer.all_special_ids)):
         raise RetrofitError(f"{path} has no tokenizer: save one beside the checkpoint")
     return tokenizer
 

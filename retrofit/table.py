@@ -33,7 +33,16 @@ def print_table(title: str, rows: Sequence[Row], columns: Columns, console: Cons
 
 def write_rows(path: str | Path, rows: Sequence[Row]) -> None:
     """Write ``rows`` as a JSON list in one step; NaN and infinities become null."""
-    write_json(path, [{key: None if _missing(value) else value for key, value in row.items()} for row in rows])
+    write_json(path, finite(rows))
+
+
+def finite(data: Any) -> Any:
+    """``data`` (mappings, sequences, values) with None for NaN and infinities, which JSON cannot say."""
+    if isinstance(data, Mapping):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if _missing(data) else data
 
 
 def _missing(value: Any) -> bool:

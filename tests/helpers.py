@@ -22,7 +22,7 @@ TRAINABLE = [name for name, kind in KINDS.items() if kind.trainable]
 # sinks + window, and a memory that adds nothing until it was trained; the others (row memories) are visible at once
 ON_A_WINDOW = [name for name, kind in KINDS.items() if issubclass(kind, WindowOnly)]
 
-# bases unlike the default one (2 query heads to a key head of 16, no biases but Qwen2's, untied) wherever attention may differ
+# bases unlike the default one (2 query heads to a key head of 16, no biases but Qwen2's, untied)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "one wide kv head, biases, yarn": (
         "Llama",
@@ -141,13 +141,20 @@ def fresh_process(code: str, folder: Path, *, hide: Iterable[str] = (), path: Pa
         path: folder to import from, besides what is installed.
     """
     # None in sys.modules makes both import and find_spec say that there is no such module
-    preamble = f"import sys\nfor name in {list(hide)!r}: sys.modules[name] = None\nimport torch\ntorch.set_num_threads(1)\n"
+    preamble = (
+        f"import sys\nfor name in {list(hide)!r}: sys.modules[name] = None\nimport torch\ntorch.set_num_threads(1)\n"
+    )
     quiet = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder / "modules"), "TRANSFORMERS_VERBOSITY": "error"}
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | quiet
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     done = subprocess.run(
-        [sys.executable, "-c", preamble + code], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", preamble + code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,6 +1,8 @@
 """The command line: what it prints, and that every mistake ends in one sentence, status 2 and nothing written."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -102,6 +104,9 @@ def test_no_verb_shows_the_help() -> None:
         (["generate", "model"], "--prompt"),
         (["generate", "model", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "model", "--prompt", "x", "--temperature", "-1"], "--temperature"),
+        (["generate", "model", "--prompt", "x", "--seed", "-1"], "--seed"),
+        (["demo", "--seed", "4294967296"], "--seed"),
+        (["demo", "--json", "."], "--json"),
         (["demo", "--memory", "ahn-gnd"], "did you mean 'ahn-gdn'?"),
         (["bench", "window", "--length", "100", "--window", "200"], "nothing leaves a window"),
         (["bench", "window", "--heads", "3"], "heads=3 is not a multiple"),
@@ -132,7 +137,7 @@ def verbs_on(base: object, text: Path, out: Path, adapter: object = "adapter") -
 @pytest.mark.parametrize("verb", ["distill", "patch", "merge", "generate"])
 def test_no_such_base(verb: str, text: Path, out: Path, adapter: Path, tmp_path: Path) -> None:
     missing = tmp_path / "nowhere"
-    refused(run(*verbs_on(missing, text, out, adapter)[verb]), str(missing))
+    refused(run(*verbs_on(missing, text, out, adapter)[verb]), f"there is no folder '{missing}'")
     assert not out.exists()
 
 
@@ -231,6 +236,44 @@ def test_an_output_folder_that_is_taken(verb: str, byte_checkpoint: Path, text: 
     verbs = {"demo": ["demo", "-o", out], **verbs_on(byte_checkpoint, text, out, adapter)}
     refused(run(*verbs[verb]), str(out), "--overwrite")
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("verb", ["distill", "patch", "merge"])
+@pytest.mark.parametrize("above", [False, True], ids=["itself", "above"])
+def test_the_output_never_replaces_the_base(
+    verb: str, above: bool, byte_checkpoint: Path, text: Path, tmp_path: Path, adapter: Path
+) -> None:
+    base = shutil.copytree(byte_checkpoint, tmp_path / "bases" / "base")
+    before = sorted(path.name for path in base.iterdir())
+    arguments = verbs_on(base, text, base.parent if above else base, adapter)[verb]
+    refused(run(*arguments, "--overwrite"), "which is read here")
+    assert sorted(path.name for path in base.iterdir()) == before
+
+
+def test_the_output_never_replaces_the_adapter(byte_checkpoint: Path, adapter: Path) -> None:
+    refused(run("merge", byte_checkpoint, adapter, "-o", adapter, "--overwrite"), "which is read here")
+    assert (adapter / "adapter_config.json").is_file()
+
+
+def test_a_folder_above_the_current_one_is_no_output(
+    byte_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    refused(run("patch", byte_checkpoint, "-o", "..", "--overwrite"), "choose a folder inside it")
+
+
+@pytest.mark.parametrize("missing", ["accelerate", "datasets"])
+def test_an_extra_that_is_not_installed_is_named(missing: str, byte_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    line = ["distill", str(byte_checkpoint), "--data", "data", "-o", "out"]
+    code = f"import sys; sys.modules[{missing!r}] = None; from cli import main; main({line!r})"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.endswith(f"error: this needs {missing}: pip install 'retrofit-lm[train]'\n")
 
 
 def test_a_file_where_the_output_folder_should_be(byte_checkpoint: Path, out: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from distill.data import load_rows, load_tokenizer, tokenize
+from distill.data import load_rows, tokenize
 from distill.sources import documents
 from patches.errors import RetrofitError
+from retrofit.loading import load_tokenizer
 
 DOCUMENTS = ["w5 w6 w7", "w8", "w9 w10"]
 TOKENS = [5, 6, 7, 2, 8, 2, 9, 10, 2]  # 2 ends each

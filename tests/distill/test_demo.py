@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import retrofit
 from distill import demo
 from distill.demo import run_demo
-from distill.demo_recall import pick_prompt, reload
+from distill.demo_all import run_all
+from distill.demo_recall import Question, pick_questions, reload
 from distill.demo_teacher import OnStep, new_model
 from distill.demo_text import NAMES, WORDS, documents, generator
 from patches.errors import RetrofitError
+from patches.kinds import KINDS
 
 
 @pytest.fixture
@@ -59,13 +61,32 @@ def test_from_end_to_end(quick: None, tmp_path: Path, capsys: pytest.CaptureFixt
     assert AutoTokenizer.from_pretrained(tmp_path / "out/model")("mira")["input_ids"] == [WORDS.index("mira")]
 
     shown = capsys.readouterr().out
-    assert "ahn-gdn, loaded from the export" in shown
-    assert "was last seen" in shown
+    assert "The export completes a held-out prompt" in shown
+
+
+def test_every_kind_in_one_table(quick: None, tmp_path: Path) -> None:
+    rows = run_all(seed=4, output=tmp_path / "out", json_file=tmp_path / "rows.json")
+    assert (
+        json.loads((tmp_path / "rows.json").read_text()) == rows == json.loads((tmp_path / "out/rows.json").read_text())
+    )
+    others = [kind for kind in KINDS if kind not in ("ahn-gdn", "none")]
+    names = ["teacher", "window-only", "window-only, equal memory", "ahn-gdn", *others]
+    assert [row["name"] for row in rows] == names
+    for row in rows:
+        assert row["seeds"] == [4, 5, 6]
+        assert row["kl_min"] <= row["kl"] <= row["kl_max"]
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["window-only"]["kl_min"] < by_name["window-only"]["kl_max"], "three seeds, three teachers"
+    # a few per cent for normalisers, scores and the like
+    assert {name for name in others if by_name[name]["state_bytes"] > 1.12 * 8192} == set(), "more state than AHN's"
+    table = (tmp_path / "out/table.md").read_text().splitlines()
+    assert len(table) == 2 + len(rows)
+    assert {line.count("|") for line in table} == {12}
 
 
 def test_same_seed_same_memory(quick: None) -> None:
     def fitted(seed: int) -> torch.Tensor:
-        model, _ = demo._distil(new_model(0), "ahn-gdn", seed)
+        model, _ = demo.fit(new_model(0), "ahn-gdn", seed)
         return torch.cat([parameter.flatten() for _, parameter in model.memory_parameters()])
 
     assert torch.equal(fitted(0), fitted(0))
@@ -89,8 +110,8 @@ def test_refuses_a_taken_output_before_training(tmp_path: Path) -> None:
 def test_an_export_that_computes_something_else_is_noticed(
     quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other(folder: Path, ids: torch.Tensor, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(*ids.shape, len(WORDS)), prompt
+    def other(folder: Path, ids: torch.Tensor, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(*ids.shape, len(WORDS)), ids[: len(prompts)]
 
     monkeypatch.setattr(demo, "reload", other)
     with pytest.raises(RetrofitError, match="does not compute"):
@@ -98,20 +119,20 @@ def test_an_export_that_computes_something_else_is_noticed(
 
 
 def test_a_broken_export_is_told_in_one_sentence(tmp_path: Path) -> None:
-    prompt = documents(1, 9, generator(0, "test"))
     with pytest.raises(RetrofitError, match="does not load in a fresh process"):
-        reload(tmp_path, prompt, prompt[0])
+        reload(tmp_path, documents(1, 9, generator(0, "test")), ["the"])
 
 
-def test_prompt_is_the_earliest_far_question() -> None:
+def test_questions_are_the_first_of_their_documents() -> None:
     ids = documents(20, 256, generator(0, "test"))
-    prompt, ago = pick_prompt(ids, exact=36)
     found = []
-    for row in ids.tolist():
-        seen: dict[int, int] = {}
-        for at in range(1, len(row)):
-            if WORDS[row[at - 1]] in NAMES:
-                if at - seen.get(row[at - 1], at) > 72:
-                    found.append((at, at - seen[row[at - 1]], row[:at]))
-                seen[row[at - 1]] = at
-    assert (len(prompt), ago, prompt.tolist()) == min(found, key=lambda place: place[0])
+    for row in ids:
+        words, seen = [WORDS[token] for token in row], dict[str, int]()
+        for at in range(1, len(words)):
+            if (name := words[at - 1]) in NAMES:
+                if at - seen.get(name, at) > 72:
+                    found.append(Question(words[:at], at - seen[name]))
+                    assert found[-1].answer == words[at] == words[seen[name]]
+                    break
+                seen[name] = at
+    assert pick_questions(ids, exact=36, count=5) == found[:5]

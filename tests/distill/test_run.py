@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrofit
 from distill import DistillTrainer, distill
 from distill.checkpoint import checkpoints
 from distill.recipe import Recipe
+from distill.run import _last_whole
 from patches.errors import RetrofitError
+from retrofit.adapter import WEIGHTS
 
 ROWS = ["teacher", "window-only", "window-only, equal memory", "ahn-gdn"]
 
@@ -147,6 +151,56 @@ def test_resuming_with_other_settings_is_refused(recipe: Recipe) -> None:
         distill(changed(recipe, steps=2, lr=0.1), resume=True)
     with pytest.raises(RetrofitError, match="there is no run to resume"):
         distill(changed(recipe, output=str(recipe.output) + "-other"), resume=True)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+@pytest.mark.parametrize("missing", [False, True], ids=["cut", "missing"])
+def test_a_damaged_checkpoint_is_passed_over(
+    recipe: Recipe, name: str, missing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        write_checkpoint(run / f"checkpoint-{step}")
+    assert _last_whole(run, Console(stderr=True)) == run / "checkpoint-2"
+    file = run / "checkpoint-2" / name
+    file.unlink() if missing else file.write_bytes(file.read_bytes()[:-30])
+    assert _last_whole(run, Console(stderr=True, width=500)) == run / "checkpoint-1"
+    assert f"{run / 'checkpoint-2'} cannot be used, {name} is" in capsys.readouterr().err
+
+
+def write_checkpoint(folder: Path) -> None:
+    """The files a checkpoint must have."""
+    folder.mkdir(parents=True)
+    save_file({"x": torch.zeros(50)}, folder / WEIGHTS)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({"x": torch.zeros(50)}, folder / name)
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": list(range(50))}))
+
+
+def test_resuming_from_the_checkpoint_before_a_damaged_one(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = distill(changed(recipe, save_steps=2, steps=4))
+    run = Path(str(recipe.output))
+    (run / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
+    again = distill(changed(recipe, save_steps=2, steps=4), resume=True)
+    assert "going back to the one before it" in capsys.readouterr().err
+    assert [{**row, "seconds": 0} for row in again["rows"]] == [{**row, "seconds": 0} for row in whole["rows"]]
+
+
+@pytest.mark.parametrize("content", ["{[", "[1]", "stebs: 3"])
+def test_a_damaged_recipe_of_the_run_is_one_sentence(recipe: Recipe, content: str) -> None:
+    run = Path(str(recipe.output))
+    run.mkdir()
+    (run / "recipe.yaml").write_text(content)
+    with pytest.raises(RetrofitError, match=r"recipe\.yaml: "):
+        distill(recipe, resume=True)
+
+
+@pytest.mark.parametrize("what", ["base", "data"])
+def test_a_run_does_not_replace_what_it_reads(recipe: Recipe, what: str) -> None:
+    read = Path(str(getattr(recipe, what)))
+    with pytest.raises(RetrofitError, match="which is read here"):
+        distill(changed(recipe, output=str(read if read.is_dir() else read.parent)), overwrite=True)
+    assert read.exists()
 
 
 BAD = {

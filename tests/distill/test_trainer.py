@@ -284,6 +284,8 @@ def test_a_model_without_memory_parameters_is_refused(
     bare = retrofit.patch(make_base("Qwen2"), memory="none", window=6, sinks=2)
     with pytest.raises(RetrofitError, match="memory 'none' has no parameters to train"):
         make_trainer(bare, rows, tmp_path)
+    with pytest.raises(RetrofitError, match="Qwen2ForCausalLM has no memory to train: patch it first"):
+        make_trainer(make_base("Qwen2"), rows, tmp_path)
 
 
 @pytest.mark.parametrize(

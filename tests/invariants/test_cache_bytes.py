@@ -37,4 +37,6 @@ def test_the_bytes_are_sinks_window_gates_and_state(partner: PreTrainedModel, ki
 
 def test_the_teacher_s_cache_is_counted_too(partner: PreTrainedModel) -> None:
     _, cache = feed(partner, tokens(2, 20), [20], cache=DynamicCache())
-    assert retrofit.cache_bytes(cache) == 2 * 2 * 2 * 2 * 20 * 16 * 4  # layers, k and v, rows, heads, tokens, dim, float32
+    assert (
+        retrofit.cache_bytes(cache) == 2 * 2 * 2 * 2 * 20 * 16 * 4
+    )  # layers, k and v, rows, heads, tokens, dim, float32

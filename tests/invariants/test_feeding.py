@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from patches.kinds import KINDS
 from tests.conftest import tiny_base

@@ -1,4 +1,4 @@
-"""Invariant 8: gradients reach exactly the memory, alike with and without checkpointing, and the base stays as it is."""
+"""Invariant 8: gradients reach exactly the memory, alike with and without checkpointing; the base stays as it is."""
 
 from collections.abc import Callable
 from typing import Any

@@ -88,9 +88,9 @@ def test_continuing_a_right_padded_cache(model: Any) -> None:
         mask[1, -3:] = 0
         _, cache = feed(model, tokens(2, length), [length], mask)
         longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
-        with pytest.raises(RetrofitError, match="hole.*pad on the left"):
+        with pytest.raises(RetrofitError, match=r"hole.*pad on the left"):
             model(tokens(2, 1), attention_mask=longer, past_key_values=cache)
-    with pytest.raises(RetrofitError, match="hole.*pad on the left"):
+    with pytest.raises(RetrofitError, match=r"hole.*pad on the left"):
         model.generate(tokens(2, 20), attention_mask=mask, max_new_tokens=3)
 
 

@@ -17,7 +17,7 @@ LENGTHS = (1, 63, 64, 65, 75, 200)
 
 
 def inputs(length: int, seed: int, *, strongest: float = 3.0, zeros: float = 0.0) -> dict[str, Tensor]:
-    """Random float64 arguments: unit keys, beta in [0, 1] with a share of exact ``zeros``, log decays to -``strongest``."""
+    """Random float64 arguments: unit keys, beta in [0, 1], a share of it exact ``zeros``, log decays to -``strongest``."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, 3, length, d, generator=g, dtype=torch.float64) for d in (8, 8, 6))
     beta, decay, drop = (torch.rand(2, 3, length, generator=g, dtype=torch.float64) for _ in range(3))
@@ -37,13 +37,19 @@ def linear(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., dict[str, Any]]]] = {
-    "gated delta rule": (scan.gated_delta_rule_chunks, scan.gated_delta_rule_steps, lambda given: {**given, "scale": 0.3}),
+    "gated delta rule": (
+        scan.gated_delta_rule_chunks,
+        scan.gated_delta_rule_steps,
+        lambda given: {**given, "scale": 0.3},
+    ),
     "linear attention": (scan.linear_attention_chunks, scan.linear_attention_steps, linear),
 }
 
 
 @pytest.fixture(params=FORMS)
-def forms(request: pytest.FixtureRequest) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., dict[str, Any]]]:
+def forms(
+    request: pytest.FixtureRequest,
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., dict[str, Any]]]:
     """The chunked and the stepwise form of each recurrence, and what picks its arguments."""
     return FORMS[request.param]
 

@@ -2,11 +2,12 @@
 
 import io
 import json
+import math
 from pathlib import Path
 
 from rich.console import Console
 
-from retrofit.table import print_table, write_rows
+from retrofit.table import finite, print_table, write_rows
 
 ROWS = [
     {"name": "teacher", "kl": 0.0, "bytes": None},
@@ -30,3 +31,10 @@ def test_rows_are_json_with_null_for_nan(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert rows[1] == ROWS[1]
     assert rows[2] == {"name": "broken", "kl": None}
+
+
+def test_finite_looks_into_everything() -> None:
+    assert finite({"a": [1.5, (math.inf, "x")], "b": {"c": math.nan, "d": True}}) == {
+        "a": [1.5, [None, "x"]],
+        "b": {"c": None, "d": True},
+    }

@@ -1,0 +1,108 @@
+"""AHN-GDN and AHN-DN, one attention layer written out token by token as in the paper's equations; where nothing else is tested."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import retrofit
+from tests.helpers import S, W, awake, close, tokens
+
+LENGTH = 26
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def written_out(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The layer's output for one text ``x`` (T, E), loops over tokens and heads."""
+    memory, heads, dim = attention.memory, attention.memory.heads, attention.head_dim
+    group = heads // attention.memory.kv_heads
+
+    def rotated(h: Tensor) -> Tensor:
+        half = dim // 2
+        return h * cos + torch.cat([-h[:, half:], h[:, :half]], -1) * sin
+
+    out = torch.zeros(LENGTH, heads, dim, dtype=x.dtype)
+    for head in range(heads):
+        own, shared = slice(head * dim, (head + 1) * dim), slice(head // group * dim, (head // group + 1) * dim)
+        q, k, v = attention.q_proj(x)[:, own], attention.k_proj(x)[:, shared], attention.v_proj(x)[:, shared]
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = rotated(q), rotated(k)
+        state = torch.zeros(dim, dim, dtype=x.dtype)
+        for t in range(LENGTH):
+            seen = [j for j in range(t + 1) if t - j < W or j < S]
+            out[t, head] = ((k[seen] @ q[t]) / math.sqrt(dim)).softmax(-1) @ v[seen]
+            j = t - W
+            if j < S:
+                continue
+            beta = (memory.b_proj.weight[head] @ x[j]).sigmoid()
+            if hasattr(memory, "A_log"):
+                step = torch.nn.functional.softplus(memory.a_proj.weight[head] @ x[j] + memory.dt_bias[head])
+                state = state * (-memory.A_log[head].exp() * step).exp()
+            state = state + beta * torch.outer(unit(k[j]), v[j] - unit(k[j]) @ state)
+            read = unit(q[t]) @ state / math.sqrt(dim)
+            read = read / (read.square().mean() + 1e-5).sqrt() * memory.o_norm.weight
+            gate = memory.g_proj.weight[head] @ x[t]
+            out[t, head] += (read * gate * gate.sigmoid()) @ memory.o_proj.weight[head]
+    return attention.o_proj(out.flatten(1))
+
+
+@pytest.mark.parametrize("kind", ["ahn-gdn", "ahn-dn"])
+@torch.no_grad()
+def test_one_layer_written_out(base: PreTrainedModel, kind: str) -> None:
+    model = awake(base.double(), kind)
+    seen: dict[str, Any] = {}
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        seen.update(kwargs, output=output[0])
+
+    model.model.layers[1].self_attn.register_forward_hook(look, with_kwargs=True)
+    model(tokens(2, LENGTH), use_cache=False)
+    cos, sin = seen["position_embeddings"]
+    for row in range(2):
+        x = seen["hidden_states"][row]
+        close(seen["output"][row], written_out(model.model.layers[1].self_attn, x, cos[0], sin[0]))
+
+
+@pytest.mark.parametrize(("kind", "tensors"), [("ahn-gdn", 7), ("ahn-dn", 4)])
+def test_it_starts_where_the_published_models_do(
+    kind: str, tensors: int, make_base: Callable[..., PreTrainedModel]
+) -> None:
+    torch.manual_seed(0)
+    model = retrofit.patch(make_base("Qwen2", hidden_size=256, num_hidden_layers=8), kind, W, S)
+    found: dict[str, list[Tensor]] = {}
+    for name, parameter in model.memory_parameters():
+        found.setdefault(name.rpartition(".memory.")[2], []).append(parameter.detach())
+    assert len(found) == tensors
+    whole = {name: torch.cat([p.flatten() for p in each]) for name, each in found.items()}
+    assert not whole["o_proj.weight"].any()
+    assert (whole["o_norm.weight"] == 1).all()
+    for name in found:
+        if name in ("a_proj.weight", "b_proj.weight", "g_proj.weight"):
+            assert whole[name].std() == pytest.approx(0.02, rel=0.05)
+            assert abs(whole[name].mean()) < 1e-3
+            assert not torch.equal(found[name][0], found[name][1]), "layers share their first draw"
+    if kind == "ahn-gdn":
+        assert found["o_proj.weight"][0].shape == (4, 16, 16)
+        assert whole["A_log"].exp().max() <= 16.001
+        steps = torch.nn.functional.softplus(whole["dt_bias"])
+        assert steps.min() >= 0.99e-3
+        assert steps.max() <= 0.101
+
+
+def test_the_decay_is_computed_in_float32_whatever_it_is_kept_in(make_base: Callable[..., PreTrainedModel]) -> None:
+    model = awake(make_base("Qwen2").to(torch.bfloat16), "ahn-gdn")
+    model.to(torch.bfloat16)  # as DeepSpeed's bf16 cast does
+    memory = model.model.memories()[0]
+    x = torch.randn(1, 5, 64).to(torch.bfloat16)
+    gates = memory.write_gates(x)
+    assert gates.dtype == torch.float32
+    rate = torch.nn.functional.softplus(x.float() @ memory.a_proj.weight.float().T + memory.dt_bias.float())
+    close(gates[..., 4:], -memory.A_log.float().exp() * rate, 1e-6)

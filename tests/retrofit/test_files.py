@@ -1,0 +1,112 @@
+"""Writing files: whole or not at all, and nothing of a user's is lost by accident."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from patches.errors import RetrofitError
+from retrofit.files import check_output, write_folder, write_json, write_text
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_new_folder_appears_whole(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "down" / "out"
+    with write_folder(target) as draft:
+        (draft / "a").write_text("1")
+        assert not target.exists()
+    assert names(target) == ["a"]
+    assert names(target.parent) == ["out"], "something temporary was left"
+    assert target.stat().st_mode & 0o777 == 0o755
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error), write_folder(target) as draft:
+            (draft / "a").write_text("1")
+            raise error
+    assert names(tmp_path) == []
+
+
+def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "old").write_text("old")
+    with pytest.raises(ValueError, match="no"), write_folder(target, overwrite=True) as draft:
+        (draft / "new").write_text("new")
+        raise ValueError("no")
+    assert (target / "old").read_text() == "old"
+    assert names(tmp_path) == ["out"]
+
+
+def test_overwriting_is_asked_for_and_whole(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    with write_folder(target) as draft:  # empty: nothing to lose
+        (draft / "old").write_text("old")
+    with pytest.raises(RetrofitError, match="already holds something.*--overwrite"), write_folder(target):
+        pass
+    with write_folder(target, overwrite=True) as draft:
+        (draft / "new").write_text("new")
+    assert names(target) == ["new"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_link_is_followed_and_kept(tmp_path: Path) -> None:
+    real, link = tmp_path / "big-disk", tmp_path / "out"
+    real.mkdir()
+    link.symlink_to(real)
+    with write_folder(link) as draft:
+        (draft / "a").write_text("1")
+    assert link.is_symlink()
+    assert names(real) == ["a"]
+
+
+def test_places_where_no_folder_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / "file" / "a" / "b"):
+        with pytest.raises(RetrofitError, match="file is a file, not a folder: choose another output folder"):
+            check_output(place)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    for place in (".", empty, "../empty", ".."):
+        with pytest.raises(RetrofitError, match="current folder.*choose a folder inside it"):
+            check_output(place)
+    assert check_output("out") == Path("out")
+    with pytest.raises(RetrofitError, match="mount point"):
+        check_output(Path("/proc"), overwrite=True)
+
+
+def test_an_output_that_holds_an_input(tmp_path: Path) -> None:
+    base = tmp_path / "runs" / "base"
+    base.mkdir(parents=True)
+    for place in (base, base.parent):
+        with pytest.raises(RetrofitError, match=r"base, which is read here: choose another output folder"):
+            check_output(place, overwrite=True, inputs=[base])
+    check_output(base / "out", inputs=[base, "user/hub-id", tmp_path / "not-there"])
+    check_output(tmp_path / "runs" / "other", inputs=[base])
+
+
+def test_text_and_json_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "deep" / "file.json"
+    write_json(file, {"a": [1, 2.5, "\u00e4"]})
+    assert json.loads(file.read_text(encoding="utf-8")) == {"a": [1, 2.5, "\u00e4"]}
+    before = file.read_text()
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(file, {"a": float("nan")})
+
+    def full(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        write_text(file, "half")
+    assert file.read_text() == before
+    assert names(file.parent) == ["file.json"]
+    assert file.stat().st_mode & 0o777 == 0o644

@@ -1,0 +1,47 @@
+"""Bytes: those of the state by arithmetic, those of a cache by what it really holds."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import retrofit
+from tests.helpers import S, W, awake, feed, tokens
+
+MakeBase = Callable[..., PreTrainedModel]
+
+
+@pytest.mark.parametrize(("kind", "elements"), [("none", 0), ("ahn-gdn", 4 * 16 * 16), ("ahn-dn", 4 * 16 * 16)])
+def test_the_state_of_a_sequence(kind: str, elements: int, make_base: MakeBase) -> None:
+    for dtype, each in ((torch.float32, 4), (torch.bfloat16, 4), (torch.float64, 8)):
+        model = awake(make_base("Qwen2").to(dtype), kind)
+        assert retrofit.state_bytes(model) == elements * each
+
+
+def test_a_cache_by_hand(make_base: MakeBase) -> None:
+    model = awake(make_base("Qwen2").to(torch.bfloat16), "ahn-gdn")
+    _, cache = feed(model, tokens(3, 50), [50])
+    rows = 2 * 2 * 16 * (W + S) * 2  # keys and values, two heads of 16, bfloat16
+    gates = W * 2 * 4 * 4  # beta and log decay of four heads, float32
+    assert retrofit.cache_bytes(cache) == 2 * 3 * (rows + gates + 4 * 16 * 16 * 4)
+
+
+def test_while_nothing_was_evicted_it_grows_as_the_base_s(make_base: MakeBase) -> None:
+    base = make_base("Qwen2")
+    model = awake(base, "none")
+    for length in (1, 5, W + S):
+        _, ours = feed(model, tokens(1, length), [1] * length)
+        _, theirs = feed(base, tokens(1, length), [1] * length, cache=DynamicCache())
+        assert retrofit.cache_bytes(ours) == retrofit.cache_bytes(theirs) == 2 * 2 * 2 * 16 * length * 4
+
+
+def test_nothing_is_nothing() -> None:
+    assert retrofit.cache_bytes(DynamicCache()) == 0
+
+
+def test_a_view_of_something_larger_is_counted_whole() -> None:
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    cache.layers[0].keys = torch.zeros(1, 2, 100, 4)[:, :, :3]
+    assert retrofit.cache_bytes(cache) == (800 + 24) * 4

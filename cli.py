@@ -30,9 +30,9 @@ class OneLineErrors(TyperGroup):
             verb = error.ctx.command_path if error.ctx else "retrofit"
             message = f"{error.format_message().rstrip('.')} (see {verb} --help)"
         except OSError as error:
-            if error.filename is None:
+            if error.strerror is None:
                 raise
-            message = f"{error.filename}: {error.strerror}"
+            message = f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}, nothing was kept"
         except ImportError as error:
             absent = [name for name in ("accelerate", "datasets") if importlib.util.find_spec(name) is None]
             if not absent:

@@ -47,7 +47,7 @@ def pick_questions(documents: Tensor, exact: int, count: int) -> list[Question]:
 
     Chosen by place alone, whatever any model makes of it; ``exact`` is S + W.
     """
-    questions = []
+    questions: list[Question] = []
     for ids, distance in zip(documents, recall_distance(documents), strict=True):
         places = (distance > LONG_AGO * exact).nonzero()
         if len(places) and len(questions) < count:
@@ -114,8 +114,9 @@ def print_recall(console: Console, model: Any, questions: list[Question], comple
         asked = left in (first.ago + 1, first.ago, 1)
         kept = at < memory["sinks"] or left <= memory["window"]
         text.append(word, "bold reverse" if asked else "cyan" if kept else "dim").append(" ")
-    text.append(" ".join(WORDS[token] for token in completions[0]), "bold green")
-    console.print("\nThe export completes a held-out prompt (sinks and window in cyan, the continuation in green):")
+    text.append("→ " + " ".join(WORDS[token] for token in completions[0]), "bold green")
+    console.print("\nThe export, loaded in a fresh process without this package, completes a held-out prompt")
+    console.print("(cyan: what sinks and window hold; reversed: the question and where its answer was last seen):\n")
     console.print(text)
 
     rows = [
@@ -129,6 +130,6 @@ def print_recall(console: Console, model: Any, questions: list[Question], comple
         "answer": ("surname", ""),
         "teacher": ("teacher", ""),
         "window_only": ("window-only", ""),
-        "export": (f"{memory['kind']}, loaded from the export", ""),
+        "export": (f"{memory['kind']} export", ""),
     }
-    print_table("The same for the first questions of this kind", rows, columns, console)
+    print_table(f"\nThe first {len(rows)} such questions, and the surname each model gives", rows, columns, console)

@@ -22,8 +22,12 @@ def documents(source: str) -> Iterator[str]:
     path = Path(source).expanduser()
     if path.is_dir():
         texts = _dataset_folder(path)
-    elif path.suffix in (".jsonl", ".parquet") and path.is_file():
-        texts = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+    elif path.is_file() and path.suffix.lower() in (".jsonl", ".ndjson"):
+        texts = _jsonl(path)
+    elif path.is_file() and path.suffix.lower() == ".parquet":
+        texts = _parquet(path)
+    elif path.is_file() and path.suffix.lower() == ".json":
+        raise RetrofitError(f"{path}: a .json file would be learned brackets and all: give JSON Lines as .jsonl")
     elif path.is_file():
         texts = iter([_decode(path.read_bytes(), str(path))])
     elif HUB_ID.fullmatch(source) and not path.suffix:
@@ -35,7 +39,7 @@ def documents(source: str) -> Iterator[str]:
 
 def _decode(raw: bytes, where: str) -> str:
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise RetrofitError(f"{where} is not UTF-8 text (byte {error.start}): convert it first") from error
 

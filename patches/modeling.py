@@ -55,6 +55,8 @@ class MemoryPreTrained(Host):
             "AutoModel": f"{family}.{prefix}Model",
             "AutoModelForCausalLM": f"{family}.{prefix}ForCausalLM",
         }
+        if kwargs.pop("push_to_hub", False):
+            raise RetrofitError("save first, then call push_to_hub(repo_id): the upload must wait for the code beside it")
         super().save_pretrained(save_directory, **kwargs)
         name_every_file(Path(save_directory), family)
 
@@ -225,7 +227,7 @@ class MemoryCausalLM(MemoryPreTrained):
         """As in transformers, beam search and sampling included."""
         config = kwargs.get("generation_config") or self.generation_config
         implementation = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
-        if implementation not in (None, "dynamic", "dynamic_full", "offloaded"):
+        if self.model.memory_enabled and implementation not in (None, "dynamic", "dynamic_full", "offloaded"):
             raise RetrofitError(f"cache_implementation={implementation!r} cannot hold a memory: leave it unset")
         return super().generate(*args, **kwargs)
 

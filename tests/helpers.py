@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +121,11 @@ def close(a: Tensor, b: Tensor, tolerance: float | None = None) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=tolerance or (1e-9 if a.dtype == torch.float64 else 1e-5))
 
 
-def checksum(model: Any, of: Callable[[str], bool] = lambda name: ".memory." not in name) -> dict[str, int]:
-    """A number per parameter that changes with any bit of it."""
+def checksum(model: Any) -> dict[str, int]:
+    """A number per parameter of the base that changes with any bit of it."""
     found = {}
     for name, parameter in model.named_parameters():
-        if of(name):
+        if ".memory." not in name:
             bits = parameter.detach().cpu().contiguous().view(torch.uint8).long().flatten()
             found[name] = int((bits * (torch.arange(len(bits)) % 8191 + 1)).sum())
     return found
@@ -141,20 +141,12 @@ def fresh_process(code: str, folder: Path, *, hide: Iterable[str] = (), path: Pa
         path: folder to import from, besides what is installed.
     """
     # None in sys.modules makes both import and find_spec say that there is no such module
-    preamble = (
-        f"import sys\nfor name in {list(hide)!r}: sys.modules[name] = None\nimport torch\ntorch.set_num_threads(1)\n"
-    )
+    hidden = f"import sys\nsys.modules.update(dict.fromkeys({list(hide)!r}))\n"
+    command = [sys.executable, "-c", f"{hidden}import torch\ntorch.set_num_threads(1)\n{code}"]
     quiet = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder / "modules"), "TRANSFORMERS_VERBOSITY": "error"}
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | quiet
     if path is not None:
         environment["PYTHONPATH"] = str(path)
-    done = subprocess.run(
-        [sys.executable, "-c", preamble + code],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

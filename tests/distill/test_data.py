@@ -162,3 +162,13 @@ def test_a_checkpoint_without_tokenizer_is_refused(checkpoint: Path) -> None:
         (checkpoint / name).unlink()
     with pytest.raises(RetrofitError, match="tokenizer"):
         load_tokenizer(str(checkpoint))
+
+
+def test_json_lines_by_any_name_and_no_json(tmp_path: Path) -> None:
+    line = '\ufeff{"text": "to be"}\n'  # with the mark that some editors put in front
+    for name in ("a.ndjson", "b.JSONL"):
+        (tmp_path / name).write_text(line, encoding="utf-8")
+        assert list(documents(str(tmp_path / name))) == ["to be"]
+    (tmp_path / "c.json").write_text("[]")
+    with pytest.raises(RetrofitError, match="JSON Lines"):
+        documents(str(tmp_path / "c.json"))

@@ -61,7 +61,7 @@ def test_from_end_to_end(quick: None, tmp_path: Path, capsys: pytest.CaptureFixt
     assert AutoTokenizer.from_pretrained(tmp_path / "out/model")("mira")["input_ids"] == [WORDS.index("mira")]
 
     shown = capsys.readouterr().out
-    assert "The export completes a held-out prompt" in shown
+    assert "completes a held-out prompt" in shown
 
 
 def test_every_kind_in_one_table(quick: None, tmp_path: Path) -> None:

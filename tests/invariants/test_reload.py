@@ -1,7 +1,7 @@
 """Invariant 9: what is saved comes back equal in a process that starts from nothing.
 
-All exports are loaded by one process that cannot import this package, and once more, with the adapters, by one that can but
-has no peft.
+All exports are loaded by one process that cannot import this package, and once more, with the adapters, by one that
+can but has no peft.
 """
 
 import json

@@ -17,7 +17,7 @@ LENGTHS = (1, 63, 64, 65, 75, 200)
 
 
 def inputs(length: int, seed: int, *, strongest: float = 3.0, zeros: float = 0.0) -> dict[str, Tensor]:
-    """Random float64 arguments: unit keys, beta in [0, 1], a share of it exact ``zeros``, log decays to -``strongest``."""
+    """Random float64 arguments: unit keys, log decays to -``strongest``, a share ``zeros`` of beta exactly 0."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, 3, length, d, generator=g, dtype=torch.float64) for d in (8, 8, 6))
     beta, decay, drop = (torch.rand(2, 3, length, generator=g, dtype=torch.float64) for _ in range(3))
@@ -36,21 +36,22 @@ def linear(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in ("beta", "scale")}
 
 
-FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., dict[str, Any]]]] = {
-    "gated delta rule": (
-        scan.gated_delta_rule_chunks,
-        scan.gated_delta_rule_steps,
-        lambda given: {**given, "scale": 0.3},
-    ),
+def delta(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the gated delta rule: all, and a scale."""
+    return {**arguments, "scale": 0.3}
+
+
+Form = Callable[..., tuple[Tensor, Tensor]]
+# the chunked and the stepwise form of each recurrence, and what picks its arguments
+FORMS: dict[str, tuple[Form, Form, Callable[..., dict[str, Any]]]] = {
+    "gated delta rule": (scan.gated_delta_rule_chunks, scan.gated_delta_rule_steps, delta),
     "linear attention": (scan.linear_attention_chunks, scan.linear_attention_steps, linear),
 }
 
 
 @pytest.fixture(params=FORMS)
-def forms(
-    request: pytest.FixtureRequest,
-) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., dict[str, Any]]]:
-    """The chunked and the stepwise form of each recurrence, and what picks its arguments."""
+def forms(request: pytest.FixtureRequest) -> tuple[Form, Form, Callable[..., dict[str, Any]]]:
+    """Each recurrence in turn, as in ``FORMS``."""
     return FORMS[request.param]
 
 

@@ -1,4 +1,4 @@
-"""AHN-GDN and AHN-DN, one attention layer written out token by token as in the paper's equations; where nothing else is tested."""
+"""AHN-GDN and AHN-DN: one attention layer written out token by token, and where the parameters start."""
 
 import math
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from patches.errors import RetrofitError
 
 
 def marked(slots: range, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys (B, 1, n, 1), values and gates (B, n, 1) that say which slot they are of: 100 b + t, its negative, its half."""
+    """Keys (B, 1, n, 1) that say of which slot they are, 100 b + t; values: minus that; gates (B, n, 1): half of it."""
     mark = torch.tensor(slots, dtype=torch.float32) + 100 * torch.arange(rows)[:, None]
     return mark[:, None, :, None], -mark[:, None, :, None], mark[:, :, None] / 2
 
@@ -117,5 +117,5 @@ def test_only_empty_plain_layers_are_adopted() -> None:
     assert adopt(cache, 2, "none", 8, 2) is ours
     assert adopt(cache, 2, "none", 9, 2) is not ours, "empty, it takes another window"
     cache.layers[1].update(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
-    with pytest.raises(RetrofitError, match="memory off.*new cache"):
+    with pytest.raises(RetrofitError, match=r"memory off.*new cache"):
         adopt(cache, 1, "none", 8, 2)

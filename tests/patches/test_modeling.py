@@ -1,4 +1,4 @@
-"""What the model decides per call: where padding ends, which mask is made, which token is in window, sinks or memory."""
+"""What the model decides per call: where padding ends, which mask is made, which token is in window or memory."""
 
 from collections.abc import Callable
 from typing import Any

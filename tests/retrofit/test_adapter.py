@@ -1,4 +1,4 @@
-"""Adapters: what is written comes back, damaged or foreign ones are refused in a sentence, nothing is left half-written."""
+"""Adapters: what is written comes back, damaged or foreign ones are refused, nothing is left half-written."""
 
 import json
 import shutil
@@ -89,7 +89,7 @@ def test_a_model_cast_as_a_whole_is_saved_in_float32(make_base: MakeBase, tmp_pa
 
 
 def test_only_a_retrofit_has_an_adapter(make_base: MakeBase, tmp_path: Path) -> None:
-    with pytest.raises(RetrofitError, match="patch it first with retrofit.patch"):
+    with pytest.raises(RetrofitError, match=r"patch it first with retrofit\.patch"):
         retrofit.save_adapter(make_base("Qwen2"), tmp_path / "adapter")
     assert not list(tmp_path.iterdir())
 
@@ -156,7 +156,7 @@ def test_tensors_that_do_not_fit(saved: Path, make_base: MakeBase, change: Calla
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', '{"peft_type": "LORA"}', "[" * 100_000])
 def test_a_configuration_that_is_garbage(saved: Path, make_base: MakeBase, text: str) -> None:
     (saved / CONFIG).write_text(text)
-    with pytest.raises(RetrofitError, match="cannot be read|is an adapter of type"):
+    with pytest.raises(RetrofitError, match=r"cannot be read|is an adapter of type"):
         retrofit.load_adapter(make_base("Qwen2"), saved)
     (saved / CONFIG).write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RetrofitError, match="cannot be read"):

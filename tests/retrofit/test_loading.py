@@ -66,9 +66,9 @@ def test_no_such_id(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_checkpoint_folder(pristine: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(RetrofitError, match="is a file: give the checkpoint's folder"):
         load_base(str(pristine["base"] / "config.json"))
-    with pytest.raises(RetrofitError, match="has no config.json: it is not a checkpoint folder"):
+    with pytest.raises(RetrofitError, match=r"has no config\.json: it is not a checkpoint folder"):
         load_base(str(tmp_path))
-    with pytest.raises(RetrofitError, match="'' has no config.json"):
+    with pytest.raises(RetrofitError, match=r"'' has no config\.json"):
         load_base("")
 
 
@@ -102,7 +102,7 @@ def test_a_configuration_with_a_wrong_value(
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -1, -5000])
 def test_weights_cut_short(pristine: dict[str, Path], tmp_path: Path, cut: int) -> None:
-    with pytest.raises(RetrofitError, match="damaged or cut short.*fetch the checkpoint again"):
+    with pytest.raises(RetrofitError, match=r"damaged or cut short.*fetch the checkpoint again"):
         load_base(damaged(pristine["base"], tmp_path / "x", "model.safetensors", lambda old: old[:cut]))
 
 
@@ -187,7 +187,7 @@ def test_no_tokenizer(pristine: dict[str, Path], tmp_path: Path, make_base: Call
     """transformers makes one up that knows a handful of special tokens; text would become nothing but those."""
     for family in ("Qwen2", "Qwen3", "Llama", "Mistral"):
         make_base(family).save_pretrained(tmp_path / family)
-        with pytest.raises(RetrofitError, match="has no (usable )?tokenizer.*save one beside the checkpoint"):
+        with pytest.raises(RetrofitError, match=r"has no (usable )?tokenizer.*save one beside the checkpoint"):
             load_tokenizer(str(tmp_path / family))
     with pytest.raises(RetrofitError, match="tokenizer"):
         load_tokenizer("/no/such/folder")

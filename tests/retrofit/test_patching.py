@@ -154,7 +154,7 @@ def test_a_memory_that_is_no_name(memory: Any, make_base: MakeBase) -> None:
 
 def test_other_families_are_told_ours() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=11))
-    with pytest.raises(RetrofitError, match="'gpt2'.*qwen2, qwen3, llama, mistral"):
+    with pytest.raises(RetrofitError, match=r"'gpt2'.*qwen2, qwen3, llama, mistral"):
         retrofit.patch(gpt2, "none", W)
 
 

@@ -35,7 +35,7 @@ from retrofit.files import check_output, write_folder
 from retrofit.table import print_table, write_rows
 
 WINDOW, SINKS = 32, 4
-STEPS, BATCH = 250, 8
+STEPS, BATCH = 400, 8
 HELD_OUT = 64  # documents
 QUESTIONS = 6  # shown at the end
 STAGES = {

@@ -16,7 +16,19 @@ from .tova import Tova
 
 KINDS: dict[str, type[Memory]] = {
     kind.kind: kind
-    for kind in (WindowOnly, GatedDeltaNet, DeltaNet, Mamba2, Tova, H2O, JointMemory, TensorCache, InfiniAttention, KVM, Compressive)
+    for kind in (
+        WindowOnly,
+        GatedDeltaNet,
+        DeltaNet,
+        Mamba2,
+        Tova,
+        H2O,
+        JointMemory,
+        TensorCache,
+        InfiniAttention,
+        KVM,
+        Compressive,
+    )
 }
 
 

@@ -11,7 +11,7 @@ from .frames import Frame, blocks_attention
 from .kvm_rows import Keys, Schedule, absorb, prepare, read_rows
 
 GATHERED = 2**22  # keys gathered at a time, in elements: bounds the extra memory of the overlapping windows
-GATHERING = 64  # what gathering a key costs, in products of a query with a key
+GATHERING = 32  # what gathering a key costs, in products of a query with a key
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """KVM's rows (Key-Value Means, arXiv 2605.09877): how many there are, how a block of tokens becomes or joins them.
 
 Rows are one tensor ``(B, H_kv, M, 2 D + 4)``: sums of keys and of values, of weights and of weighted indices, and the
-lengths of the key and of the value that founded the row. Writing is then one product: a token's own such vector, added
-to the row it founds or joins.
+lengths of the key and of the value that founded the row. Writing is then one addition: a token's own such vector to the
+row it founds or joins.
 """
 
 import math
@@ -209,7 +209,7 @@ def choose(
     near = near.masked_fill(place >= had.unsqueeze(-1), float("-inf"))
     best = near.amax(-1) if M else near.new_zeros(near.shape[:3])
     founds = _rank(best) < new - had
-    founded = had + founds.cumsum(-1) - 1
+    founded = (had + founds.cumsum(-1) - 1).clamp_min(0)  # -1 where there are no rows yet: nothing is written there
     fresh = probe @ keys.address(blocks.key[:, :, number]).transpose(-1, -2)
     near = near.masked_fill(place < barred, float("-inf"))
     first = _first_best(torch.cat([near, fresh.masked_fill(~founds.unsqueeze(2), float("-inf"))], -1))

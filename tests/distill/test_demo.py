@@ -60,7 +60,7 @@ def test_from_end_to_end(quick: None, tmp_path: Path, capsys: pytest.CaptureFixt
     assert (model.config.memory["window"], model.config.memory["sinks"]) == (32, 4)
     assert AutoTokenizer.from_pretrained(tmp_path / "out/model")("mira")["input_ids"] == [WORDS.index("mira")]
 
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "completes a held-out prompt" in shown
 
 

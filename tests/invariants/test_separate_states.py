@@ -13,9 +13,9 @@ LENGTH = 30
 
 def test_two_generations_in_turn(one_model: Any) -> None:
     texts = [tokens(2, LENGTH, seed) for seed in (0, 1)]
-    alone = [feed(one_model, ids, [12, *[1] * 18])[0] for ids in texts]
+    alone = [feed(one_model, ids, [12, *[1] * 5, 13])[0] for ids in texts]
     caches, out = [DynamicCache(), DynamicCache()], [[], []]
-    for start, end in [(0, 12), *((t, t + 1) for t in range(12, LENGTH))]:
+    for start, end in [(0, 12), *((t, t + 1) for t in range(12, 17)), (17, LENGTH)]:
         for which, ids in enumerate(texts):
             out[which].append(feed(one_model, ids[:, start:end], [end - start], cache=caches[which])[0])
     for which in (0, 1):
@@ -36,8 +36,9 @@ def test_a_copy_goes_its_own_way(one_model: Any) -> None:
         _, cache = feed(one_model, ids[:, :length], [length])
         twin = copy.deepcopy(cache)
         feed(one_model, other, [1] * 8, cache=twin)
-        ours, _ = feed(one_model, ids[:, length:], [1] * (LENGTH - length), cache=cache)
-        assert torch.equal(ours, feed(one_model, ids, [length, *[1] * (LENGTH - length)])[0][:, length:])
+        rest = [1, 1, 1, LENGTH - length - 3]
+        ours, _ = feed(one_model, ids[:, length:], rest, cache=cache)
+        assert torch.equal(ours, feed(one_model, ids, [length, *rest])[0][:, length:])
 
 
 def test_rows_are_repeated_reordered_and_selected(partner: PreTrainedModel, kind: str) -> None:

@@ -115,8 +115,8 @@ def print_recall(console: Console, model: Any, questions: list[Question], comple
         kept = at < memory["sinks"] or left <= memory["window"]
         text.append(word, "bold reverse" if asked else "cyan" if kept else "dim").append(" ")
     text.append("→ " + " ".join(WORDS[token] for token in completions[0]), "bold green")
-    console.print("\nThe export, loaded in a fresh process without this package, completes a held-out prompt")
-    console.print("(cyan: what sinks and window hold; reversed: the question and where its answer was last seen):\n")
+    console.print("\nIn a fresh process without this package, the export completes a held-out prompt")
+    console.print("(cyan: sinks and window; reversed: the question and its last mention):\n")
     console.print(text)
 
     rows = [
@@ -132,4 +132,4 @@ def print_recall(console: Console, model: Any, questions: list[Question], comple
         "window_only": ("window-only", ""),
         "export": (f"{memory['kind']} export", ""),
     }
-    print_table(f"\nThe first {len(rows)} such questions, and the surname each model gives", rows, columns, console)
+    print_table(f"\nThe first {len(rows)} such questions, and the answers", rows, columns, console)

@@ -86,7 +86,7 @@ class DistillTrainer(Trainer):
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if any("labels" not in batch for batch in batches):
-            raise RetrofitError("rows need 'labels' beside 'input_ids': the same ids, -100 where nothing is to be learned")
+            raise RetrofitError("rows need 'labels' beside 'input_ids': the same ids, -100 where nothing is learned")
         self._step_window = self.window
         if self.args.window_sampling == "ahn" and batches:
             longest = torch.tensor([max(batch["input_ids"].shape[1] for batch in batches)], device=device)

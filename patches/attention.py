@@ -94,7 +94,14 @@ class MemoryAttention(Host):
         if not memory_pass.evicting:
             if layer is not None:
                 layer.append_gates(gates)
-            plain = self.forward(hidden_states, position_embeddings, attention_mask, past_key_values, None, **kwargs)
+            # not self.forward: the first releases of transformers 5 record what passes through that
+            plain = super().forward(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
             if layer is not None and memory.observes:
                 with _at_hand(layer, past_key_values):
                     memory.observe(self._step(hidden_states, position_embeddings, gates, layer, memory_pass))

@@ -56,7 +56,7 @@ class MemoryPreTrained(Host):
             "AutoModelForCausalLM": f"{family}.{prefix}ForCausalLM",
         }
         if kwargs.pop("push_to_hub", False):
-            raise RetrofitError("save first, then call push_to_hub(repo_id): the upload must wait for the code beside it")
+            raise RetrofitError("save first, then call push_to_hub(repo_id): the code beside it must be complete")
         super().save_pretrained(save_directory, **kwargs)
         name_every_file(Path(save_directory), family)
 

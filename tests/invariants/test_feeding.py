@@ -97,10 +97,10 @@ def test_embeddings_instead_of_ids_and_the_returned_cache(partner: PreTrainedMod
 
 def test_a_cache_is_used_again_after_reset(one_model: Any) -> None:
     ids = tokens(2, LENGTH)
-    first, cache = feed(one_model, ids, [20, 10])
+    first, cache = feed(one_model, ids, [15, 10])
     cache.reset()
     assert cache.get_seq_length() == 0
-    again, _ = feed(one_model, ids, [20, 10], cache=cache)
+    again, _ = feed(one_model, ids, [15, 10], cache=cache)
     assert torch.equal(first, again)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from tests.helpers import awake, left_mask, tokens
 
@@ -55,7 +55,9 @@ def test_a_prompt_in_chunks(partner: PreTrainedModel, kind: str) -> None:
     model = awake(partner, kind, push=0.03)
     ids, mask = tokens(2, 23), left_mask([23, 6], 23)
     whole = generate(model, ids, attention_mask=mask, do_sample=False)
-    assert torch.equal(generate(model, ids, attention_mask=mask, do_sample=False, prefill_chunk_size=9), whole)
+    cache = DynamicCache()  # the first releases of transformers 5 make none of their own here
+    chunks = {"prefill_chunk_size": 9, "past_key_values": cache}
+    assert torch.equal(generate(model, ids, attention_mask=mask, do_sample=False, **chunks), whole)
 
 
 def test_from_embeddings(partner: PreTrainedModel, kind: str) -> None:

@@ -285,6 +285,23 @@ def bench_decode(
     _measure("decode", (memory, window, sinks, layers, hidden, short, long), tokens, threads, json_file)
 
 
+@bench.command("prefill", epilog=example("retrofit bench prefill --memory joint --length 4096 --longest 32768"))
+def bench_prefill(
+    memory: Annotated[str, typer.Option(help="Kind of memory, or all.")] = "all",
+    window: Window = 512,
+    sinks: Sinks = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
+    hidden: Annotated[int, typer.Option(min=1, help="Its width; heads are 64 wide.")] = 256,
+    length: Length = 8192,
+    longest: Annotated[int | None, typer.Option(help="Double the length up to this one.")] = None,
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Time to read a prompt, each memory beside none and full attention."""
+    _measure("prefill", (memory, window, sinks, layers, hidden, length, longest or length), repeats, threads, json_file)
+
+
 @bench.command("capacity", epilog=example("retrofit bench capacity --seeds 200"))
 def bench_capacity(
     decay: Annotated[float, typer.Option(help="lambda of the decayed row.")] = 0.995,

@@ -40,8 +40,7 @@ class Case:
         if not self.window + self.sinks < self.short < self.long:
             exact = self.window + self.sinks
             raise RetrofitError(f"contexts of {self.short} and {self.long}: choose them so that {exact} < short < long")
-        if self.hidden % (2 * HEAD_DIM):
-            raise RetrofitError(f"hidden={self.hidden}: it must be a multiple of {2 * HEAD_DIM}")
+        check_hidden(self.hidden)
 
 
 def run(case: Case, repeats: int = 64) -> list[dict[str, Any]]:
@@ -51,7 +50,7 @@ def run(case: Case, repeats: int = 64) -> list[dict[str, Any]]:
         For full attention and for the memory: a row per context with ``context``, ``seconds`` (median; ``_low``,
         ``_high``) and ``cache_bytes``, then a row ``long / short`` with the ratios of both.
     """
-    base = random_base(case)
+    base = random_base(case.layers, case.hidden, 2 * case.long)
     models = {"full attention": base, case.memory: retrofit.patch(base, case.memory, case.window, case.sinks)}
     caches, arms = {}, {}
     for name, model in models.items():
@@ -73,17 +72,23 @@ def run(case: Case, repeats: int = 64) -> list[dict[str, Any]]:
     return rows
 
 
-def random_base(case: Case) -> PreTrainedModel:
+def check_hidden(hidden: int) -> None:
+    """Refuse a width that is no whole number of pairs of heads."""
+    if hidden % (2 * HEAD_DIM):
+        raise RetrofitError(f"hidden={hidden}: it must be a multiple of {2 * HEAD_DIM}")
+
+
+def random_base(layers: int, hidden: int, positions: int) -> PreTrainedModel:
     """A randomly initialised Qwen2 in eval mode: speed does not depend on what the weights are."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=case.hidden,
-        intermediate_size=4 * case.hidden,
-        num_hidden_layers=case.layers,
-        num_attention_heads=case.hidden // HEAD_DIM,  # two to a key/value head
-        num_key_value_heads=case.hidden // (2 * HEAD_DIM),
-        max_position_embeddings=2 * case.long,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // HEAD_DIM,  # two to a key/value head
+        num_key_value_heads=hidden // (2 * HEAD_DIM),
+        max_position_embeddings=positions,
     )
     return Qwen2ForCausalLM(config).eval()
 

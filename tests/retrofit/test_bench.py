@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from patches.errors import RetrofitError
-from retrofit.bench import decode, scan, window
+from retrofit.bench import decode, prefill, scan, window
 from retrofit.bench.timing import PEAK_RESET, interleaved, peak_extra_bytes, ratios, spread
 
 SMALL = window.Case(length=70, window=16, sinks=3, heads=2, kv_heads=1, head_dim=8)
@@ -83,3 +83,17 @@ def test_decoding_holds_the_same_bytes_at_any_context(memory: str) -> None:
     assert ratio["cache_bytes"] == 1.0
     assert 0 < long["cache_bytes"] == short["cache_bytes"] < full_long["cache_bytes"]
     assert full_ratio["cache_bytes"] == round(full_long["cache_bytes"] / full_short["cache_bytes"], 4) > 3
+
+
+def test_prefill_rows_are_beside_none_and_the_half_length() -> None:
+    rows = prefill.run(
+        prefill.Case("ahn-dn", window=8, sinks=2, layers=1, hidden=128, length=20, longest=40), repeats=1
+    )
+    assert [(row["name"], row["length"]) for row in rows] == [
+        (name, length) for name in (prefill.FULL, "none", "ahn-dn") for length in (20, 40)
+    ]
+    assert [row["to_none"] for row in rows[2:4]] == [1.0, 1.0]
+    assert [row["to_half"] is None for row in rows] == [True, False] * 3
+    assert set(prefill.COLUMNS) == set(rows[0])
+    with pytest.raises(RetrofitError, match="longer than 10"):
+        prefill.Case(window=8, sinks=2, length=10)

@@ -31,6 +31,11 @@ COLUMNS = {
     "state_bytes": ("state\nbytes", "d"),
     "seconds": ("s", ".0f"),
 }
+PRINTED = (
+    "name",
+    *(f"{key}{end}" for key in ("far_recall", "kl_gap_closed") for end in ("", "_min", "_max")),
+    "state_bytes",
+)
 
 
 def run_all(
@@ -64,7 +69,7 @@ def run_all(
             runs.append(_one_seed(one, kinds))
     rows = [_summary(parts, list(seeds)) for parts in zip(*runs, strict=True)]
     title = f"{HELD_OUT} held-out documents of {LENGTH} tokens, window {WINDOW}, {SINKS} sinks, seeds {[*seeds]}"
-    print_table(title, rows, COLUMNS, console)
+    print_table(title, rows, {key: COLUMNS[key] for key in PRINTED}, console)
     with write_folder(output, overwrite) as draft:
         write_rows(draft / "rows.json", rows)
         write_text(draft / "table.md", markdown(rows))

@@ -119,6 +119,8 @@ class MemoryCacheLayer(DynamicLayer):
 
     def push(self, k: Tensor, v: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Put one token in the place of the one it evicts; return that key, value ``(B, H_kv, 1, D)`` and gates."""
+        if self.keys.is_inference() and not torch.is_inference_mode_enabled():
+            self._change(torch.clone)  # filled in inference mode, whose tensors nothing outside it may write to
         place = self.seen % self.window
         row = self.sinks + place
         evicted = self.keys[:, :, row : row + 1].clone(), self.values[:, :, row : row + 1].clone()

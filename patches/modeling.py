@@ -188,6 +188,12 @@ class MemoryModel(MemoryPreTrained):
         native = getattr(self.config, "sliding_window", None)
         if native is not None and len(memories) < len(self.layers):
             limit = min(limit, native)  # the mask made for the other layers is no wider: our own attention from here
+        evicting = evicted_before or seen + new > limit
+        if evicting and kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
+            raise RetrofitError(
+                "attention weights exist up to window + sinks tokens only, where the base's own attention runs: leave "
+                "output_attentions out, or take the teacher's inside memory_off()"
+            )
         if position_ids is None:
             offset = torch.zeros(1, dtype=torch.long, device=tokens.device)
         else:
@@ -197,7 +203,7 @@ class MemoryModel(MemoryPreTrained):
             pad,
             min_pad,
             max_pad,
-            evicting=evicted_before or seen + new > limit,
+            evicting=evicting,
             offset=offset,
             rotary=lambda positions: self.rotary_emb(tokens.new_empty(0, dtype=torch.float32), positions),
         )

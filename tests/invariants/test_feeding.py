@@ -104,6 +104,13 @@ def test_a_cache_is_used_again_after_reset(one_model: Any) -> None:
     assert torch.equal(first, again)
 
 
+def test_a_cache_filled_in_inference_mode(one_model: Any) -> None:
+    ids = tokens(2, LENGTH)
+    with torch.inference_mode():
+        cache = one_model(ids[:, :20], use_cache=True).past_key_values
+    close(feed(one_model, ids[:, 20:], [1, 1, 3], cache=cache)[0], logits(one_model, ids)[:, 20:], 1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ON_A_WINDOW)  # what a policy drops may hang on the last bit
 def test_in_half_precision(partner: PreTrainedModel, kind: str, dtype: torch.dtype) -> None:

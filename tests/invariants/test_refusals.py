@@ -112,6 +112,18 @@ def test_a_mask_that_says_who_sees_whom(model: Any) -> None:
         model(tokens(1, 30), attention_mask=torch.ones(1, 1, 30, 30, dtype=torch.bool).tril())
 
 
+def test_attention_weights_beyond_the_capacity(make_base: MakeBase) -> None:
+    model = awake(make_base("Llama", attn_implementation="eager"), "ahn-gdn")
+    with pytest.raises(RetrofitError, match="output_attentions"):
+        model(tokens(1, 30), output_attentions=True)
+    model.config.output_attentions = True
+    with pytest.raises(RetrofitError, match="output_attentions"):
+        model(tokens(1, 30))
+    with model.memory_off():
+        assert [each.shape for each in model(tokens(1, 30)).attentions] == [(1, 4, 30, 30)] * 2
+    assert len(model(tokens(1, W + S)).attentions) == 2
+
+
 def test_leaving_the_mask_of_a_padded_cache_out(model: Any) -> None:
     mask = left_mask([20, 9], 20)
     _, cache = feed(model, tokens(2, 20), [20], mask)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_imports
 
 import retrofit
 from patches.kinds import KINDS
@@ -181,6 +182,10 @@ def test_an_export_carries_all_it_needs_and_no_pickle(exports: Path) -> None:
         assert {"config.json", "generation_config.json", "modeling.py", "cache.py", "errors.py"} <= names
         assert {Path(name).suffix for name in names} == {".py", ".json", ".safetensors"}
         config = json.loads((folder / "config.json").read_text())
+        # older transformers copy only the files that the first one names itself
+        family = config["auto_map"]["AutoModel"].partition(".")[0]
+        code = {Path(name).stem for name in names if name.endswith(".py")}
+        assert set(get_relative_imports(folder / f"{family}.py")) == code - {family}
         assert config["auto_map"].keys() == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
 
 

@@ -254,7 +254,7 @@ def test_a_slight_fine_tune_of_everything_is_another_base(saved: Path, make_base
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in tuned.parameters():
-            weight.mul_(1 + 0.003 * torch.randn(weight.shape, generator=generator))
+            weight.mul_(1 + 0.002 * torch.randn(weight.shape, generator=generator))
     with pytest.raises(RetrofitError, match="a fine-tune, or another model"):
         retrofit.load_adapter(tuned, saved)
 

@@ -8,6 +8,7 @@ from patches.errors import RetrofitError, nearest
 
 WINDOW_SAMPLING = ("fixed", "ahn")
 LABEL_SHIFT = ("next", "ahn")
+LOSS = ("kl", "ce", "mse")
 # transformers renames the switch: the old name warns where the new one exists
 _NEW = "activation_checkpointing" in {argument.name for argument in fields(TrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if _NEW else "gradient_checkpointing"
@@ -18,7 +19,7 @@ class DistillArguments(TrainingArguments):
     """Arguments of :class:`distill.trainer.DistillTrainer`.
 
     Raises:
-        RetrofitError: ``window_sampling``, ``label_shift`` or ``temperature`` is none of those there are.
+        RetrofitError: one of ours is out of range or none of the choices.
     """
 
     # small bases want 1e-2 to 3e-2; AHN fits its 3B to 14B bases at 1e-4
@@ -29,6 +30,14 @@ class DistillArguments(TrainingArguments):
     data_seed: int | None = field(default=None, metadata={"help": "Seed of the rows' order; the run's own by default."})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN and Inf losses in the log."})
 
+    loss: str = field(
+        default="kl",
+        metadata={
+            "help": "'kl': to the model's own full attention. 'ce': cross-entropy with the text. 'mse': between the "
+            "attention's outputs, layer by layer. The last two are AHN's ablations."
+        },
+    )
+    mse_weight: float = field(default=0.0, metadata={"help": "What the MSE counts beside 'kl' or 'ce'."})
     window_sampling: str = field(
         default="fixed",
         metadata={
@@ -42,12 +51,14 @@ class DistillArguments(TrainingArguments):
     temperature: float = field(default=1.0, metadata={"help": "Softmax temperature of teacher and student."})
 
     def __post_init__(self) -> None:
-        for name, choices in (("window_sampling", WINDOW_SAMPLING), ("label_shift", LABEL_SHIFT)):
+        for name, choices in (("loss", LOSS), ("window_sampling", WINDOW_SAMPLING), ("label_shift", LABEL_SHIFT)):
             value = getattr(self, name)
             if value not in choices:
                 raise RetrofitError(f"{name} is {value!r}, not one of {', '.join(choices)}{nearest(value, choices)}")
         if not self.temperature > 0:
             raise RetrofitError(f"temperature is {self.temperature}: it must be above 0")
+        if not self.mse_weight >= 0:
+            raise RetrofitError(f"mse_weight is {self.mse_weight}: it must be 0 or more")
         if self.data_seed is None:
             # the order of the rows would otherwise hang on the process's random state, which a resumed run has not
             self.data_seed = self.seed

@@ -33,7 +33,8 @@ class PackedRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self.rows[index].long()
-        return {"input_ids": row, "labels": row}
+        # its number travels along, so that the trainer can name a row whose loss is not finite
+        return {"input_ids": row, "labels": row, "row": torch.tensor(index)}
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""The distillation loss: KL(teacher || student) from two hidden states and one frozen head, in chunks of positions.
+"""Losses from hidden states and one frozen head, in chunks of positions: KL(teacher || student) and cross-entropy.
 
-The readable form is :func:`naive_kl`, the one the trainer uses is :func:`chunked_kl`. Both return a sum, so that the
-caller can divide by the number of positions of a whole accumulated, distributed batch.
+Readable forms are :func:`naive_kl` and :func:`naive_ce`, the ones in use :func:`chunked_kl` and :func:`chunked_ce`.
+All return one number per position: whoever sums them knows how many positions the whole accumulated, distributed batch
+has, and at what distance from the window each of them lies.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,19 +39,12 @@ def scored_positions(labels: Tensor, start: int, label_shift: str = "next") -> T
 
 
 def naive_kl(
-    student: Tensor,
-    teacher: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    chunk: int | None = None,
+    student: Tensor, teacher: Tensor, weight: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0
 ) -> Tensor:
-    """KL(teacher || student) summed over positions, as one writes it down. Arguments as :func:`chunked_kl`."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    log_p = (F.linear(teacher.detach().to(weight.dtype), weight, bias).to(wide) / temperature).log_softmax(-1)
-    log_q = (F.linear(student.to(weight.dtype), weight, bias).to(wide) / temperature).log_softmax(-1)
-    return temperature**2 * (log_p.exp() * (log_p - log_q)).sum()
+    """KL(teacher || student) of each position, as one writes it down. Arguments as :func:`chunked_kl`."""
+    log_p = _log_softmax(teacher.detach(), weight, bias, temperature)
+    log_q = _log_softmax(student, weight, bias, temperature)
+    return temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def chunked_kl(
@@ -61,7 +56,7 @@ def chunked_kl(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> Tensor:
-    """KL(teacher || student) summed over positions, without ever holding P x V logits.
+    """KL(teacher || student) of each position, without ever holding P x V logits.
 
     The gradient of a softmax under KL is closed-form, q - p, so the one backward GEMM runs in the same pass and only
     dX (P, E) is kept. The head is frozen: there is no dW. Three GEMMs per chunk, softmax in fp32 (fp64 for fp64).
@@ -71,52 +66,103 @@ def chunked_kl(
         teacher: (P, E) hidden states of the teacher; no gradient.
         weight: (V, E) the head both share.
         bias: (V,) or None.
-        temperature: both logits are divided by it, and the sum is multiplied by its square so that gradients keep
+        temperature: both logits are divided by it, and the loss is multiplied by its square so that gradients keep
             their size (Hinton et al. 2015, section 2).
         chunk: positions per chunk; by default as many as give 2^25 logits.
 
     Returns:
-        A scalar, in fp32 (fp64). Zero, with zero gradient, when P is 0.
+        (P,) nats, in fp32 (fp64).
     """
-    chunk = chunk or max(1, CHUNK_ELEMENTS // weight.shape[0])
-    return _ChunkedKL.apply(student, teacher, weight, bias, temperature, chunk)
+
+    def score(log_q: Tensor, rows: slice, wanted: bool) -> Tensor:
+        log_p = _log_softmax(teacher[rows], weight, bias, temperature)
+        p = log_p.exp()
+        losses = log_p.sub_(log_q).mul_(p).sum(-1)
+        if wanted:
+            # d/dlogits of temperature^2 KL is temperature (q - p)
+            log_q.exp_().sub_(p)
+        return losses * temperature**2
+
+    return _ThroughHead.apply(student, weight, bias, temperature, chunk, score)
 
 
-class _ChunkedKL(torch.autograd.Function):
+def naive_ce(
+    student: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0
+) -> Tensor:
+    """Cross-entropy of each position, as one writes it down. Arguments as :func:`chunked_ce`."""
+    log_q = _log_softmax(student, weight, bias, temperature)
+    return -(temperature**2) * log_q.gather(-1, targets[:, None]).squeeze(-1)
+
+
+def chunked_ce(
+    student: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """Cross-entropy of each position with the text itself: two GEMMs per chunk, otherwise as :func:`chunked_kl`.
+
+    Args:
+        targets: (P,) the token each position should predict.
+
+    Returns:
+        (P,) nats, in fp32 (fp64).
+    """
+
+    def score(log_q: Tensor, rows: slice, wanted: bool) -> Tensor:
+        target = targets[rows, None]
+        losses = -log_q.gather(-1, target).squeeze(-1)
+        if wanted:
+            log_q.exp_().scatter_add_(-1, target, torch.full_like(target, -1, dtype=log_q.dtype))
+        return losses * temperature**2
+
+    return _ThroughHead.apply(student, weight, bias, temperature, chunk, score)
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """(C, V) log-probabilities of hidden states, in fp32 (fp64) from logits in the head's dtype."""
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).to(torch.promote_types(weight.dtype, torch.float32))
+    return (logits / temperature if temperature != 1.0 else logits).log_softmax(-1)
+
+
+# losses (C,) of a chunk's log-probabilities (C, V); if a gradient is wanted, turns these in place into the gradient at
+# the logits, less one factor of the temperature
+Score = Callable[[Tensor, slice, bool], Tensor]
+
+
+class _ThroughHead(torch.autograd.Function):
+    """Losses of ``student`` (P, E) behind a frozen head, with their gradient taken in the forward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,
         student: Tensor,
-        teacher: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         temperature: float,
-        chunk: int,
+        chunk: int | None,
+        score: Score,
     ) -> Tensor:
+        chunk = chunk or max(1, CHUNK_ELEMENTS // weight.shape[0])
         wide = torch.promote_types(weight.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=student.device)
+        losses = torch.empty(len(student), dtype=wide, device=student.device)
         wanted = ctx.needs_input_grad[0]
         grad = torch.empty_like(student) if wanted else None
-
-        def log_softmax(hidden: Tensor) -> Tensor:
-            logits = F.linear(hidden.to(weight.dtype), weight, bias).to(wide)  # (C, V)
-            return (logits.div_(temperature) if temperature != 1.0 else logits).log_softmax(-1)
-
         for at in range(0, len(student), chunk):
-            log_p = log_softmax(teacher[at : at + chunk])
-            log_q = log_softmax(student[at : at + chunk])
-            p = log_p.exp()
-            total += log_p.sub_(log_q).mul_(p).sum()
+            rows = slice(at, at + chunk)
+            log_q = _log_softmax(student[rows], weight, bias, temperature)
+            losses[rows] = score(log_q, rows, wanted)
             if grad is not None:
-                dlogits = log_q.exp_().sub_(p).to(weight.dtype)  # q - p
-                grad[at : at + chunk] = dlogits @ weight
+                grad[rows] = log_q.to(weight.dtype) @ weight
         if grad is not None:
-            # d/dlogits of temperature^2 KL is temperature (q - p)
             ctx.save_for_backward(grad.mul_(temperature) if temperature != 1.0 else grad)
-        return total * temperature**2
+        return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return (grad * grad_output).to(grad.dtype), None, None, None, None, None
+        return (grad * grad_output[:, None]).to(grad.dtype), None, None, None, None, None

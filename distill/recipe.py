@@ -15,6 +15,7 @@ CHOICES = {
     "others": ("full", "window"),
     "window_sampling": ("fixed", "ahn"),
     "label_shift": ("next", "ahn"),
+    "loss": ("kl", "ce", "mse"),
     "dtype": ("auto", "float32", "bfloat16"),
 }
 # key: (smallest value, is it itself allowed)
@@ -32,6 +33,8 @@ BOUNDS = {
     "seed": (0, True),
     "lr": (0, False),
     "temperature": (0, False),
+    "mse_weight": (0, True),
+    "adam_beta2": (0, True),
     "max_grad_norm": (0, False),
     "weight_decay": (0, True),
     "warmup": (0, True),
@@ -74,9 +77,12 @@ class Recipe:
     lr: float = 1e-2
     warmup: float = 0.1  # steps, or below 1 their share of all steps
     weight_decay: float = 0.0
+    adam_beta2: float = 0.98
     max_grad_norm: float = 1.0
+    loss: str = "kl"  # to the teacher; "ce": with the text; "mse": of the attention's outputs
+    mse_weight: float = 0.0  # what the attention outputs' MSE counts beside kl or ce
     temperature: float = 1.0
-    label_shift: str = "next"
+    label_shift: str = "next"  # position t counts if token t + 1 is labelled; "ahn": if token t is
     gradient_checkpointing: bool = False
     seed: int = 0
 
@@ -102,6 +108,8 @@ class Recipe:
             raise RetrofitError(f"options: {min(taken)!r} is not an option of a memory: give it as a key of its own")
         if self.seed >= 2**32:
             raise RetrofitError(f"seed: {self.seed} is out of range, it must be below 2**32")
+        if self.adam_beta2 >= 1:
+            raise RetrofitError(f"adam_beta2: {self.adam_beta2} is out of range, it must be below 1")
         if self.holdout >= 1:
             raise RetrofitError(f"holdout: {self.holdout} is out of range, it is a share of the tokens below 1")
         # with window_sampling too: held-out rows are scored at the window that is saved

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl
 
 from distill.arguments import DistillArguments
 from distill.checkpoint import drop_oldest
-from distill.loss import chunked_kl, scored_positions
+from distill.objective import Batch, Objective
 from distill.windows import draw_window
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
@@ -22,7 +22,7 @@ from retrofit.baselines import window_only
 from retrofit.evaluate import gap_closed
 from retrofit.families import is_retrofit
 
-Batch = dict[str, Tensor]
+DISTANCES = 20  # powers of two times the window: evaluation tells them apart up to W 2^20 tokens
 
 
 class DistillTrainer(Trainer):
@@ -58,6 +58,8 @@ class DistillTrainer(Trainer):
         if not any(parameter.requires_grad for _, parameter in model.memory_parameters()):
             kind = model.config.memory["kind"]
             raise RetrofitError(f"memory {kind!r} has no parameters to train: use the patched model as it is")
+        self.objective = Objective(args.loss, args.mse_weight, args.temperature, args.label_shift)
+        self.objective.check(model)
         use_cache = model.config.use_cache
         super().__init__(
             model=model,
@@ -75,7 +77,7 @@ class DistillTrainer(Trainer):
         self.window: tuple[int, int] = (model.config.memory["window"], model.config.memory["sinks"])  # W, S
         self._step_window = self.window
         self._draft = ""  # subfolder of the output folder in which a checkpoint is being written
-        self._window_only_kl: dict[str, float] = {}
+        self._window_only_kl: dict[str, dict[str, float]] = {}
 
     # ---- the loss ----
 
@@ -92,8 +94,14 @@ class DistillTrainer(Trainer):
             longest = torch.tensor([max(batch["input_ids"].shape[1] for batch in batches)], device=device)
             length = int(self.accelerator.gather(longest).max())  # rows may be padded to another length elsewhere
             self._step_window = draw_window(self.args.seed, self.state.global_step, length)
-        count = sum(self._scored(batch["labels"], self._step_window).sum() for batch in batches)
+        lossless = sum(self._step_window)
+        count = sum(self.objective.scored(batch["labels"], lossless).sum() for batch in batches)
         return batches, self.accelerator.reduce(torch.as_tensor(count, device=device), reduction="sum")
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if "row" not in self._signature_columns:
+            self._signature_columns.append("row")  # ours, not the model's: for messages
 
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         # around the backward pass too: gradient checkpointing runs the forward again there
@@ -103,42 +111,20 @@ class DistillTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """KL(teacher || student), the mean over the scored positions of the whole accumulated, distributed batch."""
-        total, count = self._kl_sum(model, inputs, self._step_window)
+        """The objective's mean over the scored positions of the whole accumulated, distributed batch."""
+        scored = self.objective.scored(inputs["labels"], sum(self._step_window))
+        losses = self.objective.losses(model, self.accelerator.unwrap_model(model), inputs, scored)
+        total, count = losses.sum(), scored.sum()
         if num_items_in_batch is not None:
             # data parallelism averages gradients over ranks: undo it, the count is already that of all ranks
             total, count = total * self.accelerator.num_processes, num_items_in_batch
         loss = total / count.clamp(min=1)  # a batch without a scored position contributes zero
         if not loss.isfinite():
             raise RetrofitError(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1}: the run stopped before this step was "
-                "applied; start again with a smaller learning rate, or look at the data it had reached"
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}{_named(inputs)}: the run stopped "
+                "before this step was applied; look at these rows, or start again with a smaller learning rate"
             )
         return (loss, {}) if return_outputs else loss
-
-    def _kl_sum(self, student: Any, inputs: Batch, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Sum of KL(teacher || student) over the batch's scored positions, and their number."""
-        scored = self._scored(inputs["labels"], window)
-        tokens: Batch = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
-        model = self.accelerator.unwrap_model(student)
-        teacher = self._teacher(model, tokens)[scored]  # (P, E)
-        states = _hidden(student, model.get_decoder(), tokens)[scored]  # (P, E)
-        head = model.get_output_embeddings()
-        loss = chunked_kl(states, teacher, head.weight, head.bias, temperature=self.args.temperature)
-        return loss, scored.sum()
-
-    def _teacher(self, model: Any, tokens: Batch) -> Tensor:
-        """(B, T, E) hidden states of the base with full attention, through the unwrapped module: nothing to reduce."""
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), model.memory_off():
-                return model.get_decoder()(**tokens, use_cache=False).last_hidden_state
-        finally:
-            model.train(was_training)
-
-    def _scored(self, labels: Tensor, window: tuple[int, int]) -> Tensor:
-        return scored_positions(labels, sum(window), self.args.label_shift)
 
     @contextmanager
     def _windowed(self, window: tuple[int, int]) -> Iterator[None]:
@@ -164,7 +150,9 @@ class DistillTrainer(Trainer):
         """Held-out KL at the model's own window, beside that of the same model without a memory.
 
         Returns:
-            ``{prefix}_kl``, ``{prefix}_kl_window_only`` (nats) and ``{prefix}_kl_gap_closed`` (1 is the teacher).
+            ``{prefix}_kl``, ``{prefix}_kl_window_only`` (nats) and ``{prefix}_kl_gap_closed`` (1 is the teacher); both
+            KLs also by how far past the window a position lies: ``{prefix}_kl_beyond_{tokens}`` is the mean from that
+            distance up to the next key's.
         """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, dict):
@@ -174,26 +162,40 @@ class DistillTrainer(Trainer):
             return {key: value for part in parts.values() for key, value in part.items()}
         if metric_key_prefix not in self._window_only_kl:
             bare = window_only(self.accelerator.unwrap_model(self.model))
-            self._window_only_kl[metric_key_prefix] = self._mean_kl(bare, data)
+            self._window_only_kl[metric_key_prefix] = self._kl_by_distance(bare, data)
         reference = self._window_only_kl[metric_key_prefix]
-        kl = self._mean_kl(self.accelerator.unwrap_model(self.model), data)
-        metrics = {"kl": kl, "kl_window_only": reference, "kl_gap_closed": gap_closed(kl, reference)}
+        kl = self._kl_by_distance(self.accelerator.unwrap_model(self.model), data)
+        metrics = {f"kl{key}": value for key, value in kl.items()}
+        metrics |= {f"kl_window_only{key}": value for key, value in reference.items()}
+        metrics["kl_gap_closed"] = gap_closed(kl[""], reference[""])
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _mean_kl(self, model: Any, data: Dataset | None) -> float:
-        """KL to the teacher over every scored position of ``data`` on all ranks, nats."""
-        sums = torch.zeros(2, device=self.args.device)
+    def _kl_by_distance(self, model: Any, data: Dataset | None) -> dict[str, float]:
+        """Mean KL to the teacher over ``data`` on all ranks, nats: of all scored positions under the key ``""``, and of
+        those from W 2^i to W 2^(i + 1) past the window, the first also nearer, under ``"_beyond_{first}"``."""
+        objective = Objective(label_shift=self.args.label_shift)
+        window, sinks = self.window
+        sums = torch.zeros(2, DISTANCES, dtype=torch.float64, device=self.args.device)
         was_training = model.training
         model.eval()
         with torch.no_grad():
-            for batch in self.get_eval_dataloader(data):
-                sums += torch.stack(self._kl_sum(model, self._prepare_inputs(batch), self.window))
+            for batch in map(self._prepare_inputs, self.get_eval_dataloader(data)):
+                scored = objective.scored(batch["labels"], window + sinks)
+                losses = objective.losses(model, model, batch, scored).double()
+                beyond = scored.nonzero()[:, 1] - (window + sinks)
+                at = (beyond / window).clamp(min=1).log2().long().clamp(max=DISTANCES - 1)
+                sums[0].index_add_(0, at, losses)
+                sums[1].index_add_(0, at, torch.ones_like(losses))
         model.train(was_training)
-        total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
-        return total / max(count, 1)
+        totals, counts = self.accelerator.reduce(sums, reduction="sum").tolist()
+        means = {"": sum(totals) / max(sum(counts), 1)}
+        for i, (total, count) in enumerate(zip(totals, counts, strict=True)):
+            if count:
+                means[f"_beyond_{window * 2**i if i else 0}"] = total / count
+        return means
 
     # ---- checkpoints ----
 
@@ -230,15 +232,8 @@ class DistillTrainer(Trainer):
         return os.path.join(super()._get_output_dir(trial), self._draft)
 
 
-def _hidden(model: Any, decoder: Any, tokens: Batch) -> Tensor:
-    """(B, T, E) last hidden states of a causal LM that may be wrapped (DDP, DeepSpeed), without its T x V logits.
-
-    The wrapper must run the whole model, so the states are taken on their way to the head, which sees one position.
-    """
-    taken: list[Tensor] = []
-    handle = decoder.register_forward_hook(lambda _module, _args, output: taken.append(output.last_hidden_state))
-    try:
-        model(**tokens, use_cache=False, logits_to_keep=1)
-    finally:
-        handle.remove()
-    return taken[0]
+def _named(batch: Batch) -> str:
+    """Which rows of the data a batch holds, where the data set tells."""
+    if "row" not in batch:
+        return ""
+    return f", rows {', '.join(str(row) for row in sorted(batch['row'].tolist()))} of the training data"

@@ -1,4 +1,4 @@
-"""The chunked loss against its naive form, against autograd, and against the reference implementation's numbers."""
+"""The chunked losses against their naive forms, against autograd, and against AHN's own numbers."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from distill.loss import chunked_kl, naive_kl, scored_positions
+from distill.loss import chunked_ce, chunked_kl, naive_ce, naive_kl, scored_positions
 
 ORACLE = Path(__file__).parents[3] / "shared" / "oracles" / "ahn_gdn.safetensors"
 
@@ -23,32 +23,51 @@ def states(
     return [student.requires_grad_(), *rest]
 
 
+def targets(student: Tensor) -> Tensor:
+    """A token per position; the first two share one."""
+    return torch.arange(len(student)).sub(1).clamp(min=0)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
-def test_equals_the_naive_form_and_its_gradient(chunk: int, with_bias: bool, temperature: float) -> None:
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+def test_equals_the_naive_form_and_its_gradient(kind: str, chunk: int, with_bias: bool, temperature: float) -> None:
     student, teacher, weight, bias = states()
-    head = (weight, bias if with_bias else None)
-    expected = naive_kl(student, teacher, *head, temperature=temperature)
-    (expected_grad,) = torch.autograd.grad(expected, student)
-    loss = chunked_kl(student, teacher, *head, temperature=temperature, chunk=chunk)
-    (grad,) = torch.autograd.grad(3 * loss, student)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(grad, 3 * expected_grad, rtol=1e-12, atol=1e-12)
+    naive, chunked = {"kl": (naive_kl, chunked_kl), "ce": (naive_ce, chunked_ce)}[kind]
+    arguments = (student, teacher if kind == "kl" else targets(student), weight, bias if with_bias else None)
+    share = torch.linspace(-1, 2, len(student), dtype=torch.float64)  # each position's loss has a gradient of its own
+    expected = naive(*arguments, temperature=temperature)
+    (expected_grad,) = torch.autograd.grad(expected @ share, student)
+    losses = chunked(*arguments, temperature=temperature, chunk=chunk)
+    (grad,) = torch.autograd.grad(losses @ share, student)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        assert torch.equal(chunked(*arguments, temperature=temperature, chunk=chunk), losses)
 
 
 def test_gradcheck() -> None:
     student, teacher, weight, bias = states()
-    assert torch.autograd.gradcheck(
-        lambda x: chunked_kl(x, teacher, weight, bias, temperature=1.7, chunk=2), student, raise_exception=True
-    )
+    for loss, other in ((chunked_kl, teacher), (chunked_ce, targets(student))):
+        assert torch.autograd.gradcheck(
+            lambda x, loss=loss, other=other: loss(x, other, weight, bias, temperature=1.7, chunk=2),
+            student,
+            raise_exception=True,
+        )
+
+
+def test_cross_entropy_is_torchs() -> None:
+    student, _, weight, bias = states()
+    expected = torch.nn.functional.cross_entropy(student @ weight.T + bias, targets(student), reduction="none")
+    torch.testing.assert_close(chunked_ce(student, targets(student), weight, bias), expected)
 
 
 def test_only_the_student_gets_a_gradient() -> None:
     student, teacher, weight, _ = states()
     for frozen in (teacher, weight):
         frozen.requires_grad_()
-    chunked_kl(student, teacher, weight).backward()
+    chunked_kl(student, teacher, weight).sum().backward()
     assert student.grad is not None
     assert teacher.grad is None
     assert weight.grad is None
@@ -57,7 +76,7 @@ def test_only_the_student_gets_a_gradient() -> None:
 def test_no_position_gives_zero_and_a_zero_gradient() -> None:
     student, teacher, weight, _ = states()
     nowhere = torch.zeros(len(student), dtype=torch.bool)
-    loss = chunked_kl(student[nowhere], teacher[nowhere], weight)
+    loss = chunked_kl(student[nowhere], teacher[nowhere], weight).sum()
     loss.backward()
     assert loss.item() == 0
     assert torch.equal(student.grad, torch.zeros_like(student))
@@ -69,7 +88,7 @@ def test_bfloat16_states_are_compared_in_float32() -> None:
     expected = torch.nn.functional.kl_div(
         logits[1].log_softmax(-1), logits[0].log_softmax(-1), reduction="sum", log_target=True
     )
-    loss = chunked_kl(student, teacher, weight, chunk=10)
+    loss = chunked_kl(student, teacher, weight, chunk=10).sum()
     loss.backward()
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
@@ -94,5 +113,5 @@ def test_matches_the_reference_implementation() -> None:
     reference, memory = (oracle[f"train.logits_{name}"] for name in ("ref", "mem"))
     identity = torch.eye(reference.shape[-1])
     for loss in (naive_kl, chunked_kl):
-        kl = loss(memory[scored], reference[scored], identity) / scored.sum()
+        kl = loss(memory[scored], reference[scored], identity).sum() / scored.sum()
         torch.testing.assert_close(kl, oracle["train.kl_loss"].squeeze(), rtol=0, atol=1e-6)

@@ -16,6 +16,7 @@ from distill import DistillArguments, DistillTrainer
 from distill.arguments import CHECKPOINTING
 from distill.checkpoint import checkpoints
 from distill.data import PackedRows
+from distill.objective import Objective
 from patches.errors import RetrofitError
 
 Model = Any
@@ -252,15 +253,17 @@ def test_a_loss_that_is_not_finite_stops_naming_the_step(
     model: Model, rows: PackedRows, tmp_path: Path, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(model, rows, tmp_path)
-    total = DistillTrainer._kl_sum
+    whole, seen = Objective.losses, []
 
-    def kl_sum(self: DistillTrainer, *args: Any) -> tuple[Tensor, Tensor]:
-        loss, count = total(self, *args)
-        return loss * (bad if self.state.global_step == 2 else 1), count
+    def losses(self: Objective, student: Any, model: Any, batch: Any, scored: Tensor) -> Tensor:
+        seen.append(sorted(batch["row"].tolist()))
+        return whole(self, student, model, batch, scored) * (bad if len(seen) == 3 else 1)
 
-    monkeypatch.setattr(DistillTrainer, "_kl_sum", kl_sum)
-    with pytest.raises(RetrofitError, match=f"the loss is {bad} at step 3"):
+    monkeypatch.setattr(Objective, "losses", losses)
+    with pytest.raises(RetrofitError, match=f"the loss is {bad} at step 3, rows") as error:
         trainer.train()
+    assert f"rows {', '.join(map(str, seen[2]))} of the training data" in str(error.value)
+    assert all(any(torch.equal(rows[row]["input_ids"], rows.rows[row].long()) for row in batch) for batch in seen)
     assert all(parameter.isfinite().all() for parameter in memory(model).values())
 
 
@@ -275,7 +278,81 @@ def test_evaluation_reports_the_window_only_model_beside_the_memory(
     disturbed = trainer.evaluate()
     assert disturbed["eval_kl"] != disturbed["eval_kl_window_only"] == fresh["eval_kl_window_only"]
     named = trainer.evaluate({"near": rows.head(2), "far": rows.head(3)})
-    assert set(named) == {f"eval_{n}_{m}" for n in ("near", "far") for m in ("kl", "kl_window_only", "kl_gap_closed")}
+    assert set(named) == {key.replace("eval_", f"eval_{name}_") for name in ("near", "far") for key in disturbed}
+
+
+def test_evaluation_tells_distances_past_the_window_apart(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+    metrics = make_trainer(opened(model), rows, tmp_path).evaluate()
+    scores = retrofit.evaluate(model, rows.head(5).rows.long(), start=8)["ahn-gdn"].kl  # (5, 31): columns from W + S on
+    expected = {"": scores, "_beyond_0": scores[:, :12], "_beyond_12": scores[:, 12:24], "_beyond_24": scores[:, 24:]}
+    found = {key.removeprefix("eval_kl"): metrics[key] for key in metrics if key.startswith(("eval_kl_b", "eval_kl"))}
+    for key, part in expected.items():
+        assert found[key] == pytest.approx(part.mean().item(), rel=1e-4)
+    assert {key for key in found if key.startswith("_beyond")} == expected.keys() - {""}
+
+
+@pytest.mark.parametrize("label_shift", ["next", "ahn"])
+@pytest.mark.parametrize(
+    "settings", [{"loss": "ce"}, {"loss": "mse"}, {"mse_weight": 0.5}, {"loss": "ce", "mse_weight": 2.0}]
+)
+def test_the_other_losses(
+    model: Model, rows: PackedRows, tmp_path: Path, label_shift: str, settings: dict[str, Any]
+) -> None:
+    trainer = make_trainer(opened(model), rows, tmp_path, label_shift=label_shift, **settings)
+    ids = rows.rows[:3].long()
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.5, -100)
+    scored = torch.zeros_like(ids, dtype=torch.bool)
+    scored[:, 8:-1] = labels[:, 9:] != -100 if label_shift == "next" else labels[:, 8:-1] != -100
+    if label_shift == "ahn":
+        scored[:, -1] = labels[:, -1] != -100
+    loss = settings.get("loss", "kl")
+    if loss == "ce":
+        scored[:, :-1] &= labels[:, 1:] != -100
+        scored[:, -1] = False
+    heads: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _m, args: heads.append(args[0]))
+    student = model(ids).logits.log_softmax(-1)
+    with model.memory_off():
+        teacher = model(ids).logits.log_softmax(-1)
+    of_student, of_teacher = torch.stack(heads[:2]), torch.stack(heads[2:])
+    each = {
+        "kl": (teacher.exp() * (teacher - student)).sum(-1),
+        "ce": -student.gather(-1, ids.roll(-1, 1)[..., None]).squeeze(-1),
+        "mse": (of_student - of_teacher).square().mean((0, -1)),
+    }
+    expected = each[loss][scored].mean()
+    if weight := settings.get("mse_weight"):
+        expected = expected + weight * each["mse"][scored].mean()
+    found = trainer.compute_loss(model, {"input_ids": ids, "labels": labels})
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    parameters = [parameter for _, parameter in model.memory_parameters()]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_mse_refuses_a_memory_it_would_not_see(
+    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
+) -> None:
+    behind = retrofit.patch(make_base("Qwen2"), memory="tensor-cache", window=6, sinks=2)
+    with pytest.raises(RetrofitError, match="'tensor-cache' joins behind it"):
+        make_trainer(behind, rows, tmp_path, mse_weight=0.1)
+
+
+def test_mse_with_checkpointing(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+    settings = {"loss": "mse", "max_steps": 2, CHECKPOINTING: True}
+    plain = make_trainer(opened(model), rows, tmp_path / "plain", loss="mse", max_steps=2)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain.train()
+    model.load_state_dict(start)
+    again = make_trainer(model, rows, tmp_path / "checkpointed", **settings)
+    again.train()
+    assert losses(again) == pytest.approx(losses(plain), rel=1e-5)
+    model.load_state_dict(start)
+    reentrant = {f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}
+    with pytest.raises(RetrofitError, match="reentrant"):
+        make_trainer(model, rows, tmp_path / "reentrant", **settings, **reentrant).train()
 
 
 def test_a_model_without_memory_parameters_is_refused(
@@ -294,6 +371,8 @@ def test_a_model_without_memory_parameters_is_refused(
         ({"window_sampling": "random"}, "window_sampling is 'random', not one of fixed, ahn"),
         ({"label_shift": "nxt"}, "label_shift is 'nxt', not one of next, ahn (did you mean 'next'?)"),
         ({"temperature": 0.0}, "temperature is 0.0: it must be above 0"),
+        ({"loss": "kld"}, "loss is 'kld', not one of kl, ce, mse (did you mean 'kl'?)"),
+        ({"mse_weight": -1.0}, "mse_weight is -1.0: it must be 0 or more"),
     ],
 )
 def test_arguments_are_checked(settings: dict[str, Any], said: str) -> None:

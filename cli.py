@@ -133,6 +133,7 @@ def distill(
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the memory's start and the rows' order.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other recipe key.")] = None,
+    init_adapter: Annotated[str | None, typer.Option(help="Adapter or AHN weights to go on from.")] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in DIR.")] = False,
     overwrite: Overwrite = False,

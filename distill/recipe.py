@@ -56,6 +56,9 @@ class Recipe:
     output: str | None = None  # folder for adapter/, model/, metrics.json, log.jsonl, checkpoint-*/
     dtype: str = "auto"  # of the base, by default the checkpoint's own; the memory is always fp32
 
+    init_adapter: str | None = None  # continue from an adapter or from published AHN weights: a folder or a Hub id
+    report_to: str = "none"  # wandb, trackio, tensorboard, ..., several with commas; log.jsonl is written anyway
+
     # the memory
     memory: str = "ahn-gdn"
     window: int = 32  # W, the last tokens kept exactly

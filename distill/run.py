@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from transformers import PrinterCallback, TrainerState, set_seed
+from transformers import PrinterCallback, TrainerState
 
 import retrofit
 from distill.arguments import CHECKPOINTING, DistillArguments
@@ -19,7 +19,9 @@ from distill.checkpoint import STATE, checkpoints, damage, step_of
 from distill.data import Split, load_rows
 from distill.progress import ProgressCallback, RunLog, progress_bar, seconds
 from distill.recipe import Recipe, read_recipe
+from distill.reporting import reporters
 from distill.results import COLUMNS, card_details, compare, title
+from distill.start import build_model
 from distill.stopping import EXIT_STATUS, StopOnSignal
 from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
@@ -32,7 +34,7 @@ from retrofit.table import finite, print_table
 
 RECIPE_FILE = "recipe.yaml"
 # what may differ between a run and its resumption without changing the result
-FREE_ON_RESUME = {"output", "eval_steps", "save_steps", "save_total_limit"}
+FREE_ON_RESUME = {"output", "report_to", "eval_steps", "save_steps", "save_total_limit"}
 
 
 def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -62,21 +64,12 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     kind.read_options(recipe.options)
     if not kind.trainable:
         raise RetrofitError(f"memory {recipe.memory!r} has nothing to fit: export it as it is with `retrofit patch`")
+    reporters(recipe.report_to)
     load_config(base)  # no such base, or no family of ours: said before anything is tokenised
     tokenizer = load_tokenizer(base)
     console.print(f"reading {data}", highlight=False)
     split = load_rows(data, tokenizer, seq_len=recipe.seq_len, holdout=recipe.holdout)
-    set_seed(recipe.seed)
-    model = retrofit.patch(
-        base,
-        memory=recipe.memory,
-        window=recipe.window,
-        sinks=recipe.sinks,
-        layers=recipe.layers,
-        others=recipe.others,
-        model_kwargs={"dtype": recipe.dtype},
-        **recipe.options,
-    )
+    model = build_model(recipe, fresh=checkpoint is not None)
     if not resume:
         _clear(output)
         write_text(output / RECIPE_FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
@@ -177,7 +170,7 @@ def _fit(
         save_total_limit=recipe.save_total_limit,
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
-        report_to="none",
+        report_to=reporters(recipe.report_to),
         **checkpointing,
     )
     trainer = DistillTrainer(model, args, split.train, split.held_out.head(recipe.eval_rows))

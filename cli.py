@@ -314,6 +314,36 @@ def bench_capacity(
     _measure("capacity", (decay,), seeds, threads, json_file)
 
 
+@bench.command("loss", epilog=example("retrofit bench loss --dtype bfloat16"))
+def bench_loss(
+    positions: Annotated[int, typer.Option(min=1, help="Scored positions.")] = 2048,
+    width: Annotated[int, typer.Option(min=1, help="Width of the hidden states.")] = 2048,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Tokens the head tells apart.")] = 151_936,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """The chunked KL through a frozen head beside its naive form: time, and peak memory in a process of its own."""
+    _measure("loss", (positions, width, vocabulary, dtype), repeats, threads, json_file, "distill.bench")
+
+
+@bench.command("step", epilog=example("retrofit bench step --length 4096"))
+def bench_step(
+    memory: Memory = "ahn-gdn",
+    window: Window = 256,
+    sinks: Sinks = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
+    hidden: Annotated[int, typer.Option(min=1, help="Its width; heads are 64 wide.")] = 512,
+    length: Length = 2048,
+    repeats: Repeats = 5,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """A distillation step beside the sum of its parts and beside a second teacher model; the student at twice T."""
+    _measure("step", (memory, window, sinks, layers, hidden, length), repeats, threads, json_file, "distill.bench")
+
+
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's file, or the name of a shipped one.")]
 
 
@@ -412,13 +442,20 @@ def _export(build: Callable[[], Any], inputs: list[str], output: Path, overwrite
     typer.echo(f"{output}: {type(model).__name__}, memory {memory['kind']}, {kept}, {added_to}")
 
 
-def _measure(name: str, values: tuple[Any, ...], repeats: int, threads: int | None, json_file: Path | None) -> None:
-    """Run ``retrofit.bench.NAME`` on its ``Case(*values)`` and show the rows."""
+def _measure(
+    name: str,
+    values: tuple[Any, ...],
+    repeats: int,
+    threads: int | None,
+    json_file: Path | None,
+    package: str = "retrofit.bench",
+) -> None:
+    """Run ``PACKAGE.NAME`` on its ``Case(*values)`` and show the rows."""
     import torch
 
     from retrofit.table import print_table, write_rows
 
-    bench = importlib.import_module(f"retrofit.bench.{name}")
+    bench = importlib.import_module(f"{package}.{name}")
     case = bench.Case(*values)
     if threads is not None:
         torch.set_num_threads(threads)

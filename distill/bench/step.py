@@ -1,0 +1,161 @@
+"""`retrofit bench step`: one distillation step beside the sum of its parts, beside two models, and at twice the length.
+
+What a step costs beyond the work it cannot avoid, what a second copy of the base would have cost, and whether the
+student's cost grows with the length alone.
+"""
+
+import copy
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import retrofit
+from distill.arguments import DistillArguments
+from distill.loss import chunked_kl
+from distill.objective import student_states, teacher_states
+from distill.trainer import DistillTrainer
+from patches.errors import RetrofitError
+from patches.kinds import find_kind
+from retrofit.bench.decode import VOCABULARY, check_hidden, random_base
+from retrofit.bench.timing import interleaved, peak_extra_bytes, ratios, spread
+
+ONE, TWO, PARTS = "step", "two-model step", "parts, summed"
+TEACHER, STUDENT, LOSS, BACKWARD = "teacher forward", "student forward", "loss", "backward"
+LONGER = "student, 2 T"
+COLUMNS = {
+    "name": ("", ""),
+    "seconds": ("seconds", ".3f"),
+    "seconds_low": ("low", ".3f"),
+    "seconds_high": ("high", ".3f"),
+    "ratio": ("ratio", ".2f"),
+    "to": ("of", ""),
+    "peak_mib": ("peak MiB", ",.0f"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random Qwen2 of this shape with a memory, and one row of ``length`` tokens."""
+
+    memory: str = "ahn-gdn"
+    window: int = 256
+    sinks: int = 4
+    layers: int = 4
+    hidden: int = 512
+    length: int = 2048
+
+    def __post_init__(self) -> None:
+        if not self.window + self.sinks + 1 < self.length:
+            raise RetrofitError(f"rows of {self.length} tokens: nothing is scored below {self.window + self.sinks + 2}")
+        check_hidden(self.hidden)
+        if not find_kind(self.memory).trainable:
+            raise RetrofitError(f"memory {self.memory!r} has nothing to fit: measure one that has")
+
+
+def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:
+    """Seconds of the arms in interleaved rounds, and the peak memory of a step in both forms, weights included.
+
+    Returns:
+        Rows with ``seconds`` (median; ``_low``, ``_high``), ``ratio`` and what it is a ratio ``to`` (None for the
+        parts), ``peak_mib`` (the two whole steps; None where the system does not tell).
+    """
+    model = retrofit.patch(random_base(case.layers, case.hidden, 2 * case.length), case.memory, case.window, case.sinks)
+    parts = Parts(model, case, case.length)
+    longer = Parts(model, case, 2 * case.length)
+    with tempfile.TemporaryDirectory() as folder:
+        one, two = _whole(model, case, folder), _whole(model, case, folder, teacher=copy.deepcopy(model))
+        seconds = interleaved({ONE: one, TWO: two, PARTS: parts.run, LONGER: longer.run}, repeats)
+    timed = {ONE: seconds[ONE], TWO: seconds[TWO], PARTS: [sum(each.values()) for each in parts.rounds[-repeats:]]}
+    timed |= {name: [each[name] for each in parts.rounds[-repeats:]] for name in (TEACHER, STUDENT, LOSS, BACKWARD)}
+    both = (STUDENT, BACKWARD)
+    timed[LONGER] = [sum(each[name] for name in both) for each in longer.rounds[-repeats:]]
+    student = [sum(each[name] for name in both) for each in parts.rounds[-repeats:]]
+    compared = {ONE: (PARTS, timed[PARTS]), TWO: (ONE, timed[ONE]), LONGER: ("student, T", student)}
+    peaks = {ONE: peak_extra_bytes(_prepare, case, False), TWO: peak_extra_bytes(_prepare, case, True)}
+    rows = []
+    for name, values in timed.items():
+        other, base = compared.get(name, (None, None))
+        ratio = spread("ratio", ratios(values, base))["ratio"] if base else None
+        held = peaks.get(name)
+        peak = None if held is None else held / 2**20
+        rows.append({"name": name, **spread("seconds", values), "ratio": ratio, "to": other, "peak_mib": peak})
+    return rows
+
+
+class Parts:
+    """The work a step cannot avoid, each piece timed alone: two forward passes, the loss, the backward pass."""
+
+    def __init__(self, model: Any, case: Case, length: int) -> None:
+        self.model, self.batch = model, _batch(length)
+        self.lossless = case.window + case.sinks
+        self.rounds: list[dict[str, float]] = []
+
+    def run(self) -> None:
+        """One round: seconds of each part are appended to ``rounds``."""
+        seconds: dict[str, float] = {}
+        tokens = {"input_ids": self.batch["input_ids"]}
+        head = self.model.get_output_embeddings()
+        teacher = _timed(seconds, TEACHER, lambda: teacher_states(self.model, tokens))
+        student = _timed(seconds, STUDENT, lambda: student_states(self.model, self.model, tokens))
+        past = slice(self.lossless, -1)
+        loss = _timed(
+            seconds, LOSS, lambda: chunked_kl(student[0, past], teacher[0, past], head.weight, head.bias).mean()
+        )
+        _timed(seconds, BACKWARD, loss.backward)
+        self.model.zero_grad()
+        self.rounds.append(seconds)
+
+
+def _timed(seconds: dict[str, float], name: str, work: Callable[[], Any]) -> Any:
+    began = time.perf_counter()
+    result = work()
+    seconds[name] = time.perf_counter() - began
+    return result
+
+
+def _batch(length: int) -> dict[str, Tensor]:
+    ids = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _whole(model: Any, case: Case, folder: str, teacher: Any = None) -> Callable[[], None]:
+    """A step as the trainer takes it, optimizer included; with ``teacher``, its states come from that model."""
+    trainer = DistillTrainer(model, DistillArguments(folder, report_to="none", max_steps=1, use_cpu=True))
+    trainer.create_optimizer_and_scheduler(1)
+    batch = _batch(case.length)
+    count = torch.tensor(case.length - case.window - case.sinks - 1)
+
+    def step() -> None:
+        if teacher is None:
+            trainer.training_step(model, batch, count)
+        else:
+            _two_model_step(model, teacher, batch, case.window + case.sinks)
+        assert trainer.optimizer is not None
+        trainer.optimizer.step()
+        model.zero_grad()
+
+    return step
+
+
+def _two_model_step(model: Any, teacher: Any, batch: dict[str, Tensor], lossless: int) -> None:
+    """As tools with a second teacher model do it; with our loss, so that only the second copy differs."""
+    tokens, past = {"input_ids": batch["input_ids"]}, slice(lossless, -1)
+    head = model.get_output_embeddings()
+    states = student_states(model, model, tokens)[0, past]
+    chunked_kl(states, teacher_states(teacher, tokens)[0, past], head.weight, head.bias).mean().backward()
+
+
+def _prepare(case: Case, second: bool) -> Callable[[], None]:
+    """For the measured process: a function that builds everything and takes one step."""
+
+    def build_and_step() -> None:
+        model = retrofit.patch(random_base(case.layers, case.hidden, case.length), case.memory, case.window, case.sinks)
+        with tempfile.TemporaryDirectory() as folder:
+            _whole(model, case, folder, teacher=copy.deepcopy(model) if second else None)()
+
+    return build_and_step

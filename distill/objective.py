@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from distill.attention_outputs import attention_outputs, check_comparable, squared_errors
+from distill.lora import lora_off
 from distill.loss import chunked_ce, chunked_kl, scored_positions
 
 Batch = dict[str, Tensor]
@@ -72,7 +73,7 @@ class Objective:
 @torch.no_grad()
 def teacher_states(model: Any, tokens: Batch) -> Tensor:
     """(B, T, E) hidden states of the base with full attention, through the unwrapped module: nothing to reduce."""
-    with _evaluating(model), model.memory_off():
+    with _evaluating(model), model.memory_off(), lora_off(model):
         return model.get_decoder()(**tokens, use_cache=False).last_hidden_state
 
 

@@ -67,6 +67,7 @@ class Recipe:
     layers: list[int] | None = None  # layers that get the memory; all by default
     others: str = "full"  # attention of the remaining layers: "full" or "window"
     options: dict[str, Any] = field(default_factory=dict)  # the memory's own
+    lora: dict[str, Any] = field(default_factory=dict)  # fields of peft.LoraConfig: LoRA trained beside the memory
 
     # the data
     seq_len: int = 512
@@ -222,11 +223,13 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     elif name == "layers":
         if value is None or (isinstance(value, list) and all(type(index) is int for index in value)):
             return value
-    elif name == "options":
+    elif name in ("options", "lora"):
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
             return value
     elif isinstance(value, allowed):
         return value
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    wanted = {"layers": "a list of layer numbers", "options": "a mapping"}.get(name) or words[allowed[0]]
+    wanted = {"layers": "a list of layer numbers", "options": "a mapping", "lora": "a mapping"}.get(name) or words[
+        allowed[0]
+    ]
     raise RetrofitError(f"{name}: {value!r} is not {wanted}")

@@ -17,6 +17,8 @@ import retrofit
 from distill.arguments import CHECKPOINTING, DistillArguments
 from distill.checkpoint import STATE, checkpoints, damage, step_of
 from distill.data import Split, load_rows
+from distill.lora import FOLDER as LORA
+from distill.lora import load_lora, merge_lora, save_lora
 from distill.progress import ProgressCallback, RunLog, progress_bar, seconds
 from distill.recipe import Recipe, read_recipe
 from distill.reporting import reporters
@@ -28,7 +30,7 @@ from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.adapter import WEIGHTS, load_memory_weights
 from retrofit.export import export_model
-from retrofit.files import check_output, write_json, write_text
+from retrofit.files import check_output, write_folder, write_json, write_text
 from retrofit.loading import load_config, load_tokenizer
 from retrofit.table import finite, print_table
 
@@ -97,6 +99,10 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     }
     details = card_details(recipe, rows, command)
     retrofit.save_adapter(model, output / "adapter", overwrite=True, details=details)
+    if recipe.lora:
+        with write_folder(output / LORA, overwrite=True) as draft:
+            save_lora(model, draft)
+        merge_lora(model)
     export_model(model, output / "model", tokenizer, overwrite=True, details=details)
     write_json(output / "metrics.json", finite(metrics))  # a gradient's norm in the curve may be infinite
     print_table(title(recipe, split), rows, COLUMNS)
@@ -128,7 +134,7 @@ def _last_whole(output: Path, console: Console) -> Path | None:
 
 def _clear(output: Path) -> None:
     """Remove an earlier run, and nothing else, from the output folder."""
-    for path in [output / "adapter", output / "model", *checkpoints(output)]:
+    for path in [output / "adapter", output / LORA, output / "model", *checkpoints(output)]:
         shutil.rmtree(path, ignore_errors=True)
     for name in (RECIPE_FILE, "metrics.json", "log.jsonl"):
         (output / name).unlink(missing_ok=True)
@@ -144,6 +150,8 @@ def _fit(
     """
     if checkpoint is not None and step_of(checkpoint) >= recipe.steps:
         load_memory_weights(model, checkpoint / WEIGHTS)
+        if recipe.lora:
+            load_lora(model, checkpoint / LORA)
         return TrainerState.load_from_json(str(checkpoint / STATE))
     checkpointing: dict[str, Any] = {CHECKPOINTING: recipe.gradient_checkpointing}
     args = DistillArguments(

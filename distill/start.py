@@ -6,6 +6,7 @@ from typing import Any
 from transformers import set_seed
 
 import retrofit
+from distill.lora import add_lora
 from distill.recipe import Recipe
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError
@@ -15,7 +16,7 @@ from retrofit.fetch import fetch_folder
 
 
 def build_model(recipe: Recipe, *, fresh: bool = False) -> Any:
-    """Load the recipe's base and patch it.
+    """Load the recipe's base, patch it, and put LoRA beside the memory if the recipe wants that.
 
     Args:
         fresh: leave ``init_adapter`` aside: the weights come from a checkpoint anyway.
@@ -23,6 +24,13 @@ def build_model(recipe: Recipe, *, fresh: bool = False) -> Any:
     Raises:
         RetrofitError: the base cannot be loaded, or ``init_adapter`` is for another base or another memory.
     """
+    model = _patched(recipe, fresh)
+    if recipe.lora:
+        add_lora(model, recipe.lora)
+    return model
+
+
+def _patched(recipe: Recipe, fresh: bool) -> Any:
     base, _, _ = recipe.places()
     loading = {"dtype": recipe.dtype}
     set_seed(recipe.seed)

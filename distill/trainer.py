@@ -14,6 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl
 
 from distill.arguments import DistillArguments
 from distill.checkpoint import drop_oldest
+from distill.lora import FOLDER as LORA
+from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective
 from distill.windows import draw_window
 from patches.errors import RetrofitError
@@ -203,11 +205,17 @@ class DistillTrainer(Trainer):
         """Write the memory to ``output_dir``, as an adapter."""
         if self.args.should_save:
             folder = output_dir or self._get_output_dir(trial=None)
-            save_adapter(self.accelerator.unwrap_model(self.model), folder, overwrite=True)
+            model = self.accelerator.unwrap_model(self.model)
+            save_adapter(model, folder, overwrite=True)
+            if lora_layers(model):
+                save_lora(model, Path(folder) / LORA)
         self.accelerator.wait_for_everyone()  # the folder has just been replaced: other ranks write to it from here on
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any | None = None) -> None:
-        load_memory_weights(self.accelerator.unwrap_model(model or self.model), Path(resume_from_checkpoint) / WEIGHTS)
+        model = self.accelerator.unwrap_model(model or self.model)
+        load_memory_weights(model, Path(resume_from_checkpoint) / WEIGHTS)
+        if lora_layers(model):
+            load_lora(model, Path(resume_from_checkpoint) / LORA)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the checkpoint under another name first: a folder called ``checkpoint-N`` is a whole one."""

@@ -72,8 +72,10 @@ def difference(expected: dict[str, Any], model: Any) -> str:
 def _samples(model: Any) -> torch.Tensor:
     """``SAMPLES`` values of each weight, spread evenly over it, in the order of the names; bfloat16, on the CPU."""
     picked = []
-    for name, parameter in sorted(model.named_parameters()):
-        if ".memory." in name:
+    # peft's LoRA layers keep the base's weight as ``base_layer``: the base is the same one with and without them
+    named = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
+    for name, parameter in sorted(named.items()):
+        if ".memory." in name or ".lora_" in name:
             continue
         flat = parameter.detach().flatten()
         index = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64).long()

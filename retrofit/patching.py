@@ -11,7 +11,7 @@ from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 
-from .families import find_family
+from .families import find_family, is_retrofit
 from .loading import load_base
 
 # configuration fields that belong to the class or to the file a base came from, not to what the model computes
@@ -108,6 +108,8 @@ def _share(base: Any, model: Any) -> None:
         if ".memory." in f"{path}.":
             continue
         source = base.get_submodule(path)
+        if is_retrofit(base):  # LoRA beside a memory is part of the retrofit, not of the base
+            source = getattr(source, "base_layer", source)
         if module._parameters.keys() != source._parameters.keys():
             raise RetrofitError(
                 f"{path} of the base is a {type(source).__name__} whose weights are not those of its family: merge or "

@@ -1,0 +1,99 @@
+"""LoRA beside the memory: peft's own layers around the base's projections, trained together with it; off by default.
+
+Two adapters come out: the memory's, as always, and one of peft's for the patched model. The teacher never has the
+second: it stays the base as it was published. Below the window the student is then no longer its base.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from patches.errors import RetrofitError, nearest
+from retrofit.adapter import PREFIX, WEIGHTS
+
+FOLDER = "lora"
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # of the attention: where the memory joins
+
+
+def add_lora(model: Any, settings: dict[str, Any]) -> None:
+    """Wrap projections of ``model``, in place, and leave them and the memory as what is trained.
+
+    Args:
+        model: a retrofitted model.
+        settings: fields of ``peft.LoraConfig``; ``target_modules`` are the attention's projections by default.
+
+    Raises:
+        RetrofitError: peft is not installed, or does not take the settings.
+    """
+    try:
+        from peft import LoraConfig, LoraModel
+    except ImportError:
+        raise RetrofitError("lora needs peft: pip install 'retrofit-lm[peft]'") from None
+    if unknown := settings.keys() - LoraConfig.__dataclass_fields__.keys():
+        name = min(unknown)
+        hint = nearest(name, list(LoraConfig.__dataclass_fields__))
+        raise RetrofitError(f"lora: {name!r} is not a field of peft.LoraConfig{hint}")
+    trained = [parameter for _, parameter in model.memory_parameters() if parameter.requires_grad]
+    own = {"target_modules": PROJECTIONS, "task_type": "CAUSAL_LM", "exclude_modules": r".*\.memory(\..*)?"}
+    try:
+        LoraModel(model, {"default": LoraConfig(**{**own, **settings})}, "default")
+    except (TypeError, ValueError) as error:
+        raise RetrofitError(f"lora: peft does not take these settings: {str(error).splitlines()[0]}") from None
+    for parameter in trained:  # peft freezes all but its own
+        parameter.requires_grad_(True)
+    for layer in lora_layers(model):
+        for name, parameter in layer.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def lora_layers(model: Any) -> list[Any]:
+    """The layers that peft has put around projections of ``model``; none without LoRA."""
+    return [module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "enable_adapters")]
+
+
+@contextmanager
+def lora_off(model: Any) -> Iterator[None]:
+    """The base's own projections inside the block."""
+    layers = lora_layers(model)
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def save_lora(model: Any, folder: Path) -> None:
+    """Write the LoRA weights to ``folder``, as peft does: ``PeftModel.from_pretrained(patched, folder)`` loads them."""
+    from peft import get_peft_model_state_dict
+
+    config = model.peft_config["default"]
+    config.base_model_name_or_path = model.config.memory.get("base")
+    config.save_pretrained(str(folder))
+    weights = {PREFIX + name: tensor.contiguous() for name, tensor in get_peft_model_state_dict(model).items()}
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def load_lora(model: Any, folder: Path) -> None:
+    """Load what :func:`save_lora` wrote into a model that has the same LoRA layers."""
+    from peft import set_peft_model_state_dict
+
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    set_peft_model_state_dict(model, weights)
+
+
+def merge_lora(model: Any) -> None:
+    """Add the LoRA weights to the base's, in place, and take peft's layers away."""
+    layers = set(lora_layers(model))
+    for name, module in list(model.named_modules()):
+        if module in layers:
+            parent, _, child = name.rpartition(".")
+            module.merge(safe_merge=True)
+            setattr(model.get_submodule(parent), child, module.get_base_layer())
+    del model.peft_config

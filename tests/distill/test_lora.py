@@ -1,0 +1,110 @@
+"""LoRA beside the memory: the teacher stays the base, both adapters come back, the export has both merged."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import retrofit
+from distill import distill
+from distill.lora import add_lora, lora_layers, lora_off, merge_lora
+from distill.objective import teacher_states
+from distill.recipe import Recipe
+from patches.errors import RetrofitError
+from retrofit.baselines import window_only
+from retrofit.fingerprint import fingerprint
+from tests.helpers import awake, awaken, checksum, close, logits, tokens
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+
+@pytest.fixture
+def model(base: PreTrainedModel) -> object:
+    """Memory and LoRA, both with weights that show."""
+    model = awake(base, "ahn-gdn")
+    add_lora(model, {"r": 2})
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1, generator=generator)
+    return model
+
+
+def test_memory_and_lora_train_and_nothing_else(model: PreTrainedModel) -> None:
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if ".memory." in name or ".lora_" in name}
+    assert len(lora_layers(model)) == 8
+    assert not any(".memory." in name and "lora_" in name for name in trained)
+
+
+def test_the_teacher_and_the_baseline_have_none(model: PreTrainedModel, base: PreTrainedModel) -> None:
+    ids = tokens(2, 30)
+    with torch.no_grad():
+        expected = base.model(ids).last_hidden_state
+    assert torch.equal(teacher_states(model, {"input_ids": ids}), expected)
+    plain = retrofit.patch(base, "none", 8, 2)
+    assert torch.equal(logits(window_only(model), ids), logits(plain, ids))
+    with lora_off(model):
+        off = logits(model, ids)
+    assert not torch.equal(off, logits(model, ids))
+    assert all(p.requires_grad for name, p in model.named_parameters() if ".lora_" in name)
+
+
+def test_the_fingerprint_is_the_base_s(model: PreTrainedModel, base: PreTrainedModel) -> None:
+    assert fingerprint(model) == fingerprint(base)
+
+
+def test_merged_it_computes_the_same(model: PreTrainedModel) -> None:
+    ids = tokens(2, 30)
+    expected = logits(model, ids)
+    merge_lora(model)
+    close(logits(model, ids), expected)
+    assert not lora_layers(model)
+
+
+def test_a_run_writes_both_adapters(
+    checkpoint: Path, text_file: Path, tmp_path: Path, make_base: Callable[..., PreTrainedModel]
+) -> None:
+    settings = {"window": 6, "sinks": 2, "seq_len": 40, "eval_rows": 4, "lora": {"r": 2, "target_modules": ["q_proj"]}}
+    places = {"base": str(checkpoint), "data": str(text_file), "save_steps": 2}
+    whole = Recipe(**places, **settings, output=str(tmp_path / "whole"), steps=4)
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    before = checksum(base)
+    distill(whole)
+    assert checksum(base) == before
+    run, ids = tmp_path / "whole", tokens(2, 30)
+    both = peft.PeftModel.from_pretrained(retrofit.load_adapter(str(checkpoint), run / "adapter"), run / "lora")
+    exported = AutoModelForCausalLM.from_pretrained(run / "model")
+    close(logits(both.eval(), ids), logits(exported, ids))
+    config = json.loads((run / "lora" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["target_modules"]) == ("LORA", 2, ["q_proj"])
+
+    metrics = json.loads((run / "metrics.json").read_text())
+    again = shutil.copytree(run, tmp_path / "again")  # as if it had stopped after two steps
+    for name in ("checkpoint-4", "adapter", "lora", "model"):
+        shutil.rmtree(again / name)
+    resumed = distill(Recipe(**places, **settings, output=str(again), steps=4), resume=True)
+    assert [row["kl"] for row in resumed["rows"]] == [row["kl"] for row in metrics["rows"]]
+    for folder in ("adapter", "lora"):
+        name = "adapter_model.safetensors"
+        assert (again / folder / name).read_bytes() == (run / folder / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rank": 2}, "'rank' is not a field of peft.LoraConfig"),
+        ({"r": 0}, "peft does not take these settings"),
+        ({"target_modules": ["no_proj"]}, "peft does not take these settings"),
+    ],
+)
+def test_settings_that_peft_does_not_take(
+    make_base: Callable[..., PreTrainedModel], settings: dict[str, object], said: str
+) -> None:
+    with pytest.raises(RetrofitError, match=said):
+        add_lora(awaken(retrofit.patch(make_base("Qwen2"), "ahn-gdn", 8, 2)), settings)

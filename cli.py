@@ -239,6 +239,64 @@ def generate(
     )
 
 
+@app.command(
+    "eval",
+    epilog=example(
+        "retrofit eval runs/first/model --data held-out.txt",
+        "retrofit eval Qwen/Qwen2.5-0.5B --adapter runs/first/adapter --probe niah_single_2 --length 4096",
+    ),
+)
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="An exported retrofit, or the base of the adapters.")],
+    adapter: Annotated[list[str] | None, typer.Option(help="Adapter, a row of its own; again for more.")] = None,
+    window: Annotated[int | None, typer.Option(help="W of all rows, instead of the saved one.")] = None,
+    sinks: Annotated[int | None, typer.Option(help="S of all rows, instead of the saved one.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the base: auto, float32 or bfloat16.")] = "auto",
+    data: Annotated[str | None, typer.Option(help="Text file: KL and NLL by position on it.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per row of it (default: 4 (W + S)).")] = None,
+    eval_rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of it.")] = 16,
+    probe: Annotated[
+        list[str] | None, typer.Option(help="identity, recall, passkey, niah_...; again for more.")
+    ] = None,
+    length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a probe; again for more.")] = None,
+    depth: Annotated[list[float] | None, typer.Option(help="Of a needle, 0 to 1; again for more.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Per length and depth.")] = 5,
+    bindings: Annotated[list[int] | None, typer.Option(min=1, help="Outstanding in recall; again for more.")] = None,
+    haystack: Annotated[str | None, typer.Option(help="Text file to hide needles in.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the chat template.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the probes.")] = 0,
+    output: Output = Path("runs/eval"),
+    overwrite: Overwrite = False,
+) -> None:
+    """How much worse than full attention: MODEL beside its teacher and the window-only model.
+
+    An interrupted run continues where it was; DIR/eval.json has everything that is printed, and more.
+    """
+    from retrofit.evaluation.run import Settings, run_evaluation, tables
+    from retrofit.table import print_table
+
+    chosen = {"probes": probe, "lengths": length, "depths": depth, "bindings": bindings}
+    given: dict[str, Any] = {name: tuple(values) for name, values in chosen.items() if values}
+    settings = Settings(
+        model,
+        tuple(adapter or ()),
+        window=window,
+        sinks=sinks,
+        dtype=dtype,
+        data=data,
+        seq_len=seq_len,
+        eval_rows=eval_rows,
+        samples=samples,
+        haystack=haystack,
+        chat=chat,
+        seed=seed,
+        **given,
+    )
+    for title, rows, columns in tables(run_evaluation(settings, output, overwrite)):
+        print_table(title, rows, columns)
+    typer.echo(f"{output}: eval.json, results.jsonl")
+
+
 @bench.command("window", epilog=example("retrofit bench window --length 16384 --window 1024"))
 def bench_window(
     length: Length = 16384,

@@ -1,0 +1,115 @@
+"""The rows of every evaluation: the teacher, the window-only model, the memory, and any other adapters of that base."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patches.errors import RetrofitError
+from retrofit.adapter import load_adapter
+from retrofit.baselines import window_only
+from retrofit.families import is_retrofit
+from retrofit.loading import load_base, load_config, load_tokenizer
+from retrofit.patching import patch
+
+TEACHER, WINDOW_ONLY = "teacher", "window-only"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row: a name and a patched model; all rows share the base's storage.
+
+    Attributes:
+        teacher: the model is run with its memory off: the base itself, full attention.
+    """
+
+    name: str
+    model: Any
+    teacher: bool = False
+
+    @property
+    def window(self) -> int | None:
+        """W, or None for the teacher."""
+        return None if self.teacher else int(self.model.config.memory["window"])
+
+
+def contenders(memories: dict[str, Any]) -> list[Contender]:
+    """Teacher, window-only at the narrowest window, then the memories.
+
+    Args:
+        memories: ``{name: patched model}`` on one base; at least one.
+    """
+    narrow = min(memories.values(), key=lambda model: model.config.memory["window"])
+    bare = window_only(narrow)
+    # a model of its own: its memory stays off for as long as the evaluation runs, whatever its caches hold
+    teacher = Contender(TEACHER, window_only(narrow), teacher=True)
+    named = [Contender(name, model) for name, model in memories.items() if model.config.memory["kind"] != "none"]
+    return [teacher, Contender(WINDOW_ONLY, bare), *named]
+
+
+def load_contenders(
+    path: str,
+    adapters: Sequence[str] = (),
+    *,
+    window: int | None = None,
+    sinks: int | None = None,
+    dtype: str = "auto",
+) -> tuple[list[Contender], Any]:
+    """The rows for a checkpoint, and its tokenizer.
+
+    Args:
+        path: an exported retrofit, or a base together with ``adapters``, or a base with a window alone.
+        adapters: folders or Hub ids; each becomes a row named after its folder.
+        window, sinks: W and S of all rows, instead of the saved ones.
+        dtype: of the base.
+
+    Raises:
+        RetrofitError: as the loaders; nothing to compare; two adapters of one name; W or S out of range.
+    """
+    load_config(path)
+    tokenizer = load_tokenizer(path)
+    base = load_base(path, dtype=dtype)
+    base.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    memories: dict[str, Any] = {base.config.memory["kind"]: base} if is_retrofit(base) else {}
+    for adapter in adapters:
+        name = _name(adapter)
+        if name in memories or name in (TEACHER, WINDOW_ONLY):
+            raise RetrofitError(f"two rows would be called {name!r}: rename the folder of {adapter}")
+        memories[name] = load_adapter(base, adapter).eval()
+    if not memories:
+        if window is None:
+            raise RetrofitError(
+                f"{path} has no memory to evaluate: give an exported retrofit, an --adapter, or a --window alone"
+            )
+        memories = {"none": patch(base, "none", window, sinks or 0)}
+    for model in memories.values():
+        if window is not None or sinks is not None:
+            model.set_window(window=window or model.config.memory["window"], sinks=sinks)
+    return contenders(memories), tokenizer
+
+
+@contextmanager
+def ready(rows: Sequence[Contender]) -> Iterator[None]:
+    """Every row in eval mode and the teacher's memory off inside the block; no gradients."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for row in rows:
+            row.model.eval()
+            if row.teacher:
+                stack.enter_context(row.model.memory_off())
+        yield
+
+
+def lossless(rows: Sequence[Contender]) -> int:
+    """S + W of the narrowest window: what comes before it all rows compute alike."""
+    budgets = [row.model.config.memory for row in rows if not row.teacher]
+    return min(memory["window"] + memory["sinks"] for memory in budgets)
+
+
+def _name(adapter: str) -> str:
+    """``runs/first/adapter`` is called ``first``, ``user/name`` ``name``."""
+    path = Path(adapter)
+    return path.parent.name if path.name == "adapter" and path.parent.name else path.name

@@ -1,0 +1,74 @@
+"""Filler text of a wanted length in tokens, with sentences hidden in it at wanted depths."""
+
+import random
+from collections.abc import Callable, Sequence
+
+# RULER's noise (arXiv 2404.06654, section 3): one line, over and over
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+# parts of made-up sentences: filler that does not repeat where the user gives no text of his own
+SUBJECTS = ("the baker", "a sailor", "our neighbour", "the old clock", "that river", "her brother", "a grey cat")
+VERBS = ("remembers", "follows", "repairs", "describes", "avoids", "carries", "paints", "questions")
+OBJECTS = ("the harbour", "an empty room", "his letters", "the northern road", "a chair", "the market", "two lamps")
+ENDINGS = ("in winter", "before noon", "without hurry", "for a while", "as usual", "in silence", "once a year")
+
+
+def noise() -> Callable[[int], str]:
+    """The i-th sentence of a haystack of noise."""
+    return lambda _index: NOISE
+
+
+def invented(seed: int) -> Callable[[int], str]:
+    """The i-th of sentences put together at random."""
+
+    def sentence(index: int) -> str:
+        dice = random.Random(f"{seed}-{index}")
+        words = " ".join(dice.choice(part) for part in (SUBJECTS, VERBS, OBJECTS, ENDINGS))
+        return words[0].upper() + words[1:] + "."
+
+    return sentence
+
+
+def sentences_of(text: str) -> Callable[[int], str]:
+    """The i-th sentence of ``text``, from the beginning again where it ends."""
+    sentences = [part.strip() + "." for part in text.replace("\n", " ").split(".") if part.strip()]
+    return lambda index: sentences[index % len(sentences)]
+
+
+def fill(
+    wrap: Callable[[str], str],
+    sentence: Callable[[int], str],
+    hidden: Sequence[tuple[float, str]],
+    tokens: Callable[[str], int],
+    length: int,
+) -> str:
+    """The longest prompt of at most ``length`` tokens.
+
+    Args:
+        wrap: puts the haystack into the prompt.
+        sentence: the i-th sentence of filler.
+        hidden: ``(depth from 0 to 1, text)``, what is put between the sentences.
+        tokens: counts a prompt's tokens.
+        length: tokens of the whole prompt.
+
+    Returns:
+        The prompt; without any filler if even that is too long.
+    """
+
+    def prompt(count: int) -> str:
+        parts = [sentence(index) for index in range(count)]
+        for depth, text in sorted(hidden, key=lambda one: one[0], reverse=True):
+            parts.insert(round(depth * count), text)
+        return wrap(" ".join(parts))
+
+    most = 1
+    while tokens(prompt(most)) <= length:
+        most *= 2
+    least = 0  # prompts grow with the number of sentences: halve the interval
+    while most - least > 1:
+        middle = (least + most) // 2
+        if tokens(prompt(middle)) <= length:
+            least = middle
+        else:
+            most = middle
+    return prompt(least)

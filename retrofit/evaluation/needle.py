@@ -1,0 +1,211 @@
+"""Needles in a haystack: passkey retrieval, and the eight retrieval tasks of RULER (arXiv 2404.06654, section 3.1).
+
+A needle says what the special magic number (or uuid) of a key is; the question asks for one or several keys. The tasks
+differ in what the haystack is, in what keys and values are, and in how many needles are hidden and asked for.
+"""
+
+import random
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from patches.errors import RetrofitError, nearest
+from retrofit.evaluation.haystack import fill, invented, noise, sentences_of
+from retrofit.evaluation.samples import Sample, Task
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One task of RULER: the haystack, the kinds of key and value, and how many keys, values per key and questions."""
+
+    haystack: str  # "noise", "text" or "needles"
+    key: str = "words"
+    value: str = "numbers"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+
+# RULER's configurations (its appendix B); "text" stands for its essays
+VARIANTS = {
+    "niah_single_1": Variant("noise"),
+    "niah_single_2": Variant("text"),
+    "niah_single_3": Variant("text", value="uuids"),
+    "niah_multikey_1": Variant("text", keys=4),
+    "niah_multikey_2": Variant("needles"),
+    "niah_multikey_3": Variant("needles", key="uuids", value="uuids"),
+    "niah_multivalue": Variant("text", values=4),
+    "niah_multiquery": Variant("text", keys=4, queries=4),
+}
+PASSKEY = "passkey"
+NAMES = [PASSKEY, *VARIANTS]
+ANSWER_TOKENS = 128  # RULER's
+
+# words for keys; RULER's come from a package of nouns and adjectives
+ADJECTIVES = ("amber", "brave", "calm", "dusty", "eager", "fancy", "gentle", "hollow", "idle", "jolly", "keen")
+NOUNS = ("anchor", "basket", "candle", "donkey", "engine", "feather", "garden", "hammer", "island", "jacket")
+
+
+def needle_tasks(
+    names: Sequence[str],
+    tokenizer: Any,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    *,
+    samples: int = 5,
+    seed: int = 0,
+    text: str | None = None,
+    chat: bool = False,
+) -> list[Task]:
+    """Tasks whose prompts fill ``lengths`` tokens, the answer included, with the (first) needle at ``depths``.
+
+    Args:
+        names: of :data:`NAMES`.
+        tokenizer: counts tokens, and applies its chat template if ``chat``.
+        lengths: tokens of prompt and answer together.
+        depths: where the needle asked for is hidden, 0 (beginning) to 1 (end); others lie at random.
+        samples: per length and depth.
+        seed: of keys, values and places.
+        text: the haystack of the tasks that RULER fills with essays; made-up sentences if None.
+        chat: ask through the tokenizer's chat template.
+
+    Raises:
+        RetrofitError: an unknown name, a depth outside 0 to 1, a length in which no question fits.
+    """
+    for name in names:
+        if name not in NAMES:
+            raise RetrofitError(f"unknown probe {name!r}{nearest(name, NAMES)}: known are {', '.join(NAMES)}")
+    if any(not 0 <= depth <= 1 for depth in depths):
+        raise RetrofitError(f"depths {list(depths)}: each lies between 0 (the beginning) and 1 (the end)")
+
+    def count(prompt: str) -> int:
+        return len(tokenizer(prompt, verbose=False)["input_ids"])
+
+    tasks = []
+    for name in names:
+        made = []
+        for length in lengths:
+            for depth in depths:
+                for number in range(samples):
+                    dice = random.Random(f"{seed}-{name}-{length}-{depth}-{number}")
+                    make = _passkey if name == PASSKEY else _needle
+                    prompt, answers, new = make(name, dice, depth, text, tokenizer if chat else None, count, length)
+                    if count(prompt) + new > length:
+                        raise RetrofitError(
+                            f"{name} does not fit into {length} tokens: ask for {count(prompt) + new} or more"
+                        )
+                    meta = {"length": length, "depth": depth}
+                    id_ = f"{length}-{depth}-{number}"
+                    made.append(Sample(name, id_, prompt, tuple(answers), new, meta=meta))
+        source = "arXiv 2305.16300" if name == PASSKEY else "RULER, arXiv 2404.06654"
+        tasks.append(Task(name, made, all_found, source))
+    return tasks
+
+
+def all_found(prediction: str, sample: Sample) -> float:
+    """Share of the answers that occur in the prediction, upper and lower case alike (RULER's metric)."""
+    said = prediction.lower()
+    return sum(answer.lower() in said for answer in sample.answers) / len(sample.answers)
+
+
+Made = tuple[str, list[str], int]
+
+
+def _needle(
+    name: str,
+    dice: random.Random,
+    depth: float,
+    text: str | None,
+    tokenizer: Any,
+    count: Callable[[str], int],
+    length: int,
+) -> Made:
+    variant = VARIANTS[name]
+    kind = variant.value
+    keys = _different(variant.keys, lambda: _thing(variant.key, dice))
+    values = {key: _different(variant.values, lambda: _thing(kind, dice)) for key in keys}
+    asked = keys[: variant.queries]
+
+    def needle(key: str, value: str) -> str:
+        return f"One of the special magic {kind} for {key} is: {value}."
+
+    hidden: list[tuple[float, str]] = []
+    for key in keys:
+        for value in values[key]:
+            hidden.append((depth if not hidden else dice.random(), needle(key, value)))
+    salt = dice.random()
+
+    def another(index: int) -> str:
+        own = random.Random(f"{salt}-{index}")
+        return needle(_thing(variant.key, own), _thing(kind, own))
+
+    if variant.haystack == "text":
+        sentence = invented(dice.randrange(2**32)) if text is None else sentences_of(text)
+    else:
+        sentence = noise() if variant.haystack == "noise" else another
+
+    one = len(asked) * variant.values == 1
+    what = kind.removesuffix("s") if one else kind
+    query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+    verb = "is" if one else "are"
+
+    def wrap(haystack: str) -> str:
+        opening = (
+            f"{'A' if one else 'Some'} special magic {what} {verb} hidden within the following text. Make sure to "
+            f"memorize it. I will quiz you about the {what} afterwards."
+        )
+        which = "the" if one else "all the"
+        question = f"What {verb} {which} special magic {what} for {query} mentioned in the provided text?"
+        begun = f"The special magic {what} for {query} mentioned in the provided text {verb}"
+        return _asked(f"{opening}\n{haystack}\n{question}", begun, tokenizer)
+
+    prompt = fill(wrap, sentence, hidden, count, length - ANSWER_TOKENS)
+    return prompt, [value for key in asked for value in values[key]], ANSWER_TOKENS
+
+
+def _passkey(
+    name: str,
+    dice: random.Random,
+    depth: float,
+    text: str | None,
+    tokenizer: Any,
+    count: Callable[[str], int],
+    length: int,
+) -> Made:
+    """A number of five digits in a haystack of noise, as in Landmark Attention (arXiv 2305.16300, section 4.2)."""
+    key = str(dice.randrange(10_000, 100_000))
+    hidden = [(depth, f"The pass key is {key}. Remember it. {key} is the pass key.")]
+    opening = (
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you "
+        "about the important information there."
+    )
+    new = 16
+
+    def wrap(haystack: str) -> str:
+        return _asked(f"{opening}\n{haystack}\nWhat is the pass key?", "The pass key is", tokenizer)
+
+    return fill(wrap, noise(), hidden, count, length - new), [key], new
+
+
+def _asked(question: str, begun: str, tokenizer: Any) -> str:
+    """The prompt: the question, and the beginning of the answer; inside a chat template if there is a tokenizer."""
+    if tokenizer is None:
+        return f"{question} {begun}"
+    turns = [{"role": "user", "content": question}]
+    return f"{tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)}{begun}"
+
+
+def _different(count: int, draw: Callable[[], str]) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw()] = None
+    return list(found)
+
+
+def _thing(kind: str, dice: random.Random) -> str:
+    if kind == "numbers":
+        return str(dice.randrange(1_000_000, 10_000_000))  # seven digits, as RULER draws them
+    if kind == "uuids":
+        return str(uuid.UUID(int=dice.getrandbits(128), version=4))
+    return f"{dice.choice(ADJECTIVES)}-{dice.choice(NOUNS)}"

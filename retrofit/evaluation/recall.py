@@ -1,0 +1,107 @@
+"""Keyed recall with several bindings outstanding, on any tokenizer: tokens bound at random, asked for after filler.
+
+``k1 v1 k2 v2 ... kn vn``, filler, then the pairs again in another order: at each key of the second half the model
+should predict the value it was bound to. Random tokens keep the text itself from helping: nothing but memory is asked.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from patches.errors import RetrofitError
+from retrofit.evaluation.contenders import Contender, ready
+from retrofit.evaluation.feeding import CHUNK, pieces
+from retrofit.evaluation.store import ResultStore
+
+
+def score_recall(
+    rows: Sequence[Contender],
+    tokenizer: Any,
+    store: ResultStore,
+    *,
+    lengths: Sequence[int],
+    bindings: Sequence[int] = (1, 4, 16),
+    samples: int = 5,
+    seed: int = 0,
+    chunk: int = CHUNK,
+    on_sample: Callable[[int], None] | None = None,
+) -> None:
+    """Score every row on the same sequences; ``store`` gets ``kind="recall"`` with the share of values recalled.
+
+    Args:
+        lengths: tokens of a sequence, bindings, filler and questions together.
+        bindings: how many pairs are outstanding when the questions begin.
+        samples: sequences per length and number of bindings.
+
+    Raises:
+        RetrofitError: a length too short for that many bindings, or too few tokens to draw from.
+    """
+    vocabulary = plain_tokens(tokenizer, rows[0].model.config.vocab_size)
+    done = 0
+    with ready(rows):
+        for length in lengths:
+            for count in bindings:
+                if length < 4 * count + 1 or len(vocabulary) < 3 * count:
+                    raise RetrofitError(
+                        f"{count} bindings do not fit into {length} tokens of {len(vocabulary)} different ones: ask "
+                        "for fewer, or for a greater length"
+                    )
+                for number in range(samples):
+                    key = f"recall/{length}-{count}-{number}"
+                    if key not in store:
+                        generator = torch.Generator().manual_seed(hash((seed, length, count, number)) % 2**63)
+                        ids, asked = sequence(vocabulary, length, count, generator)
+                        scores = {row.name: _recalled(row.model, ids, asked, chunk) for row in rows}
+                        store.add(key, kind="recall", length=length, bindings=count, scores=scores)
+                    done += 1
+                    if on_sample is not None:
+                        on_sample(done)
+
+
+def sequence(vocabulary: Tensor, length: int, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """``(length,)`` ids, and the positions ``(count,)`` of the keys whose next token is to be recalled."""
+    drawn = vocabulary[torch.randperm(len(vocabulary), generator=generator)]
+    pairs, rest = drawn[: 2 * count].view(count, 2), drawn[2 * count :]  # filler repeats none of the bound tokens
+    filler = rest[torch.randint(len(rest), (length - 4 * count,), generator=generator)]
+    again = pairs[torch.randperm(count, generator=generator)]
+    ids = torch.cat([pairs.flatten(), filler, again.flatten()])
+    return ids, torch.arange(length - 2 * count, length, 2)
+
+
+def plain_tokens(tokenizer: Any, size: int) -> Tensor:
+    """The ids below ``size`` that are none of the tokenizer's special ones."""
+    ids = torch.arange(min(size, len(tokenizer)))
+    return ids[~torch.isin(ids, torch.tensor(sorted(set(tokenizer.all_special_ids)), dtype=torch.long))]
+
+
+def _recalled(model: Any, ids: Tensor, asked: Tensor, chunk: int) -> float:
+    """Share of the positions ``asked`` after which the likeliest token is the right one."""
+    cache = DynamicCache(config=model.config)
+    ids = ids[None].to(model.device)
+    right = 0
+    for piece in pieces(ids.shape[1] - 1, chunk):
+        states = model.get_decoder()(input_ids=ids[:, piece], past_key_values=cache, use_cache=True).last_hidden_state
+        here = asked[(asked >= piece.start) & (asked < piece.stop)].to(ids.device)
+        if len(here):
+            logits = model.get_output_embeddings()(states[0, here - piece.start])
+            right += int((logits.argmax(-1) == ids[0, here + 1]).sum())
+    return right / len(asked)
+
+
+def recall_means(store: ResultStore, rows: Sequence[str]) -> list[dict[str, Any]]:
+    """Mean share recalled per length and number of bindings: ``length``, ``bindings``, ``samples``, a key per row."""
+    groups: dict[tuple[int, int], list[dict[str, float]]] = {}
+    for line in store.results(kind="recall"):
+        groups.setdefault((line["length"], line["bindings"]), []).append(line["scores"])
+    return [
+        {
+            "length": length,
+            "bindings": count,
+            "samples": len(scores),
+            **{row: sum(one[row] for one in scores) / len(scores) for row in rows},
+        }
+        for (length, count), scores in groups.items()
+    ]

@@ -1,0 +1,66 @@
+"""Results on disk while they come, a JSON line each; a later run with the same settings goes on after the last."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from patches.errors import RetrofitError
+from retrofit.files import write_text
+
+RESULTS = "results.jsonl"
+
+
+class ResultStore:
+    """Everything measured so far, in a JSONL file whose first line says with what settings.
+
+    Raises:
+        RetrofitError: the folder holds results of other settings, or a line that is none of ours.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], overwrite: bool = False) -> None:
+        """``settings``: what the results depend on; anything JSON holds."""
+        self.path = folder / RESULTS
+        self.done: dict[str, dict[str, Any]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [] if overwrite or not self.path.is_file() else self._whole_lines()
+        if lines:
+            before = lines[0].get("settings")
+            if before != json.loads(json.dumps(settings)):
+                changed = sorted(key for key in settings if (before or {}).get(key) != settings[key])
+                what = f" ({', '.join(changed)})" if before and changed else ""
+                raise RetrofitError(
+                    f"{self.path} holds results of other settings{what}: choose another folder, or pass --overwrite"
+                )
+            self.done = {line["key"]: line for line in lines[1:]}
+        # written anew: the last line of an interrupted run may be cut short
+        kept = [{"settings": settings}, *self.done.values()]
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def add(self, key: str, **values: Any) -> None:
+        """Keep one result under ``key``; it is on disk when this returns."""
+        line = {"key": key, **values}
+        self.done[key] = line
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.done
+
+    def results(self, **wanted: Any) -> list[dict[str, Any]]:
+        """The results that have these values, in the order in which they came."""
+        return [line for line in self.done.values() if all(line.get(key) == value for key, value in wanted.items())]
+
+    def _whole_lines(self) -> list[dict[str, Any]]:
+        texts = self.path.read_text(encoding="utf-8").splitlines()
+        lines: list[dict[str, Any]] = []
+        for number, text in enumerate(texts, start=1):
+            try:
+                line = json.loads(text)
+                if not isinstance(line, dict) or ("settings" if number == 1 else "key") not in line:
+                    raise ValueError
+            except (ValueError, RecursionError):
+                if number == len(texts) > 1:
+                    break  # the run was cut off while it wrote this line
+                raise RetrofitError(f"{self.path}, line {number} is not a result: choose another folder") from None
+            lines.append(line)
+        return lines

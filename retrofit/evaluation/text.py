@@ -1,0 +1,116 @@
+"""KL to the teacher and NLL by position on a text of the user's, every row read chunk by chunk."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from patches.errors import RetrofitError
+from retrofit.evaluate import _score as score_hidden
+from retrofit.evaluation.contenders import Contender, lossless, ready
+from retrofit.evaluation.feeding import CHUNK, pieces
+from retrofit.evaluation.store import ResultStore
+
+
+def score_text(
+    rows: Sequence[Contender],
+    sequences: Tensor,
+    store: ResultStore,
+    *,
+    chunk: int = CHUNK,
+    on_sequence: Callable[[int], None] | None = None,
+) -> None:
+    """Score every row on the same positions of each sequence that ``store`` has no scores of.
+
+    All rows read a chunk before any reads the next, so that the teacher's hidden states live for one chunk only.
+
+    Args:
+        sequences: (N, T) token ids, without padding.
+        store: gets one result of ``kind="text"`` per sequence: ``kl`` and ``nll``, for each row the sums over the
+            positions of each of :func:`distances`, and their ``counts``.
+
+    Raises:
+        RetrofitError: the sequences end within the narrowest window.
+    """
+    start = lossless(rows)
+    if sequences.shape[1] < start + 2:
+        raise RetrofitError(
+            f"rows of {sequences.shape[1]} tokens never leave a window of {start}: score {start + 2} or more"
+        )
+    edges = distances(rows, sequences.shape[1])
+    with ready(rows):
+        for number, ids in enumerate(sequences):
+            key = f"text/{number}"
+            if key not in store:
+                store.add(key, kind="text", **_score(rows, ids[None].to(rows[0].model.device), start, edges, chunk))
+            if on_sequence is not None:
+                on_sequence(number + 1)
+
+
+def distances(rows: Sequence[Contender], length: int) -> list[int]:
+    """Where the buckets begin, in tokens past the narrowest window: 0, W, 2 W, 4 W, ... below ``length``."""
+    window = min(row.window for row in rows if row.window is not None)
+    edges, edge = [0], window
+    while edge < length - lossless(rows) - 1:
+        edges.append(edge)
+        edge *= 2
+    return edges
+
+
+def _score(rows: Sequence[Contender], ids: Tensor, start: int, edges: list[int], chunk: int) -> dict[str, Any]:
+    caches = {row.name: DynamicCache(config=row.model.config) for row in rows}
+    head = rows[0].model.get_output_embeddings()
+    last = ids.shape[1] - 1  # the last token has no next one to predict
+    kl = {row.name: torch.zeros(len(edges), dtype=torch.float64) for row in rows}
+    nll = {name: torch.zeros_like(sums) for name, sums in kl.items()}
+    counts = torch.zeros(len(edges), dtype=torch.long)
+    bounds = torch.tensor(edges)
+    for piece in pieces(last, chunk):
+        hidden = {}
+        for row in rows:
+            decoder = row.model.get_decoder()
+            states = decoder(input_ids=ids[:, piece], past_key_values=caches[row.name], use_cache=True)
+            hidden[row.name] = states.last_hidden_state[0]
+        first = max(piece.start, start)
+        if first >= piece.stop:
+            continue
+        where = torch.arange(first, piece.stop) - start
+        bucket = torch.bucketize(where, bounds, right=True) - 1
+        counts += torch.bincount(bucket, minlength=len(edges))
+        past = {name: states[first - piece.start :] for name, states in hidden.items()}
+        targets = ids[0, first + 1 : piece.stop + 1]
+        for name, (losses, divergence, _) in score_hidden(past, head, targets).items():
+            nll[name].index_add_(0, bucket, losses.double().cpu())
+            kl[name].index_add_(0, bucket, divergence.double().cpu())
+    return {
+        "counts": counts.tolist(),
+        "kl": {name: sums.tolist() for name, sums in kl.items()},
+        "nll": {name: sums.tolist() for name, sums in nll.items()},
+    }
+
+
+def by_distance(store: ResultStore, rows: Sequence[Contender], length: int) -> list[dict[str, Any]]:
+    """Means over all scored sequences: one dictionary per bucket, the last over all of them (``beyond`` is None).
+
+    Keys: ``beyond`` (tokens past the window), ``positions``, and for each row ``kl`` and ``nll`` as ``{row: nats}``.
+    """
+    lines = store.results(kind="text")
+    edges: list[int | None] = [*distances(rows, length), None]
+    counts = torch.tensor([line["counts"] for line in lines]).sum(0)
+    sums = {
+        (what, row.name): torch.tensor([line[what][row.name] for line in lines], dtype=torch.float64).sum(0)
+        for what in ("kl", "nll")
+        for row in rows
+    }
+    table = []
+    for at, edge in enumerate(edges):
+        part = slice(None) if edge is None else slice(at, at + 1)
+        count = int(counts[part].sum())
+        if count:
+            entry: dict[str, Any] = {"beyond": edge, "positions": count}
+            for what in ("kl", "nll"):
+                entry[what] = {row.name: sums[what, row.name][part].sum().item() / count for row in rows}
+            table.append(entry)
+    return table

@@ -29,6 +29,7 @@ from retrofit.measure import state_bytes
 from retrofit.table import finite
 
 SUMMARY = "eval.json"
+SHORTEST = 512  # tokens of a probe, unless asked for otherwise: any question fits
 PROBES = ["identity", "recall", *NEEDLES]
 
 
@@ -49,7 +50,9 @@ class Settings:
     seq_len: int | None = None  # of its rows; four times the lossless budget by default
     eval_rows: int = 16
     probes: tuple[str, ...] = ("identity", "recall", "passkey")
-    lengths: tuple[int, ...] = ()  # of the probes, in tokens; twice and four times the lossless budget by default
+    lengths: tuple[
+        int, ...
+    ] = ()  # of the probes, in tokens; 2 (W + S) and 4 (W + S) by default, at least 512 and 1,024
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     samples: int = 5
     bindings: tuple[int, ...] = (1, 4, 16)
@@ -79,7 +82,7 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
     if settings.chat and tokenizer.chat_template is None:
         raise RetrofitError(f"the tokenizer of {settings.model} has no chat template: leave --chat away")
     budget = lossless(rows)
-    lengths = settings.lengths or (2 * budget, 4 * budget)
+    lengths = settings.lengths or (max(2 * budget, SHORTEST), max(4 * budget, 2 * SHORTEST))
     sequences = None if settings.data is None else _sequences(settings, tokenizer, budget)
     needles = [probe for probe in settings.probes if probe in NEEDLES]
     text = None if settings.haystack is None else _read(settings.haystack)

@@ -185,7 +185,7 @@ def test_the_command(byte_checkpoint: Path, adapter: Path, tmp_path: Path) -> No
         (("--chat",), "has no chat template"),
         (("--probe", "recall", "--length", 60, "--bindings", 99), "99 bindings do not fit into 60 tokens"),
         (("--seq-len", 9999), "fewer than one row of 9999"),
-        (("--seq-len", 8), "never leave a window of 10"),
+        (("--seq-len", 8, "--probe", "identity"), "never leave a window of 10"),
     ],
 )
 def test_bad_input(

@@ -84,7 +84,8 @@ def test_the_haystack_may_be_the_user_s(byte_tokenizer: PreTrainedTokenizerFast)
 
 
 def test_through_the_chat_template(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    byte_tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<me>{% endif %}"
+    turns = "{% for turn in messages %}<{{ turn['role'] }}>{{ turn['content'] }}{% endfor %}"
+    byte_tokenizer.chat_template = turns + "{% if add_generation_prompt %}<me>{% endif %}"
     try:
         (sample,) = made("passkey", byte_tokenizer, chat=True)
     finally:
@@ -112,7 +113,7 @@ def test_filling_stops_before_the_limit() -> None:
         return len(prompt.split())
 
     prompt = fill(lambda hay: f"read {hay} now", sentences_of("a b. c d."), [(0.5, "X")], words, 13)
-    assert prompt == "read a b. c d. X a b. c d. now"
+    assert prompt == "read a b. c d. X a b. c d. a b. now"
     assert fill(lambda hay: f"read {hay} now", sentences_of("a b."), [(0.5, "X")], words, 1) == "read X now"
     assert len({invented(0)(i) for i in range(20)}) > 15
 

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl
 from distill.arguments import DistillArguments
 from distill.checkpoint import drop_oldest
 from distill.loss import chunked_kl, scored_positions
+from distill.rows import longer_than
 from distill.windows import draw_window
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
@@ -69,6 +70,9 @@ class DistillTrainer(Trainer):
         )
         # the Trainer switches it off for training, where we pass it anyway; the exported config must not remember
         model.config.use_cache = use_cache
+        # rows of a stream differ in length and cannot be handed out from one process: each reads the stream for itself
+        if self.accelerator.dataloader_config.dispatch_batches is None:
+            self.accelerator.dataloader_config.dispatch_batches = False
         # our loss is divided by the positions of the whole accumulated batch, so it must not be divided again
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -118,6 +122,7 @@ class DistillTrainer(Trainer):
 
     def _kl_sum(self, student: Any, inputs: Batch, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Sum of KL(teacher || student) over the batch's scored positions, and their number."""
+        inputs = longer_than(inputs, sum(window))
         scored = self._scored(inputs["labels"], window)
         tokens: Batch = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
         model = self.accelerator.unwrap_model(student)

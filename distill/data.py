@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from distill.chat import IGNORED
 from distill.counts import Counts
 from distill.rows import ChatRows, PackedRows, PaddingCollator
 from distill.sources import open_source
@@ -39,6 +40,19 @@ class Split:
     collator: PaddingCollator | None
     source: TokenRows
     min_length: int
+
+    def check_scored(self, start: int, count: int) -> None:
+        """Refuse to measure on ``count`` held-out rows of which nothing from position ``start`` on is labelled.
+
+        Raises:
+            RetrofitError: so it is.
+        """
+        ids, labels = self.held_out.head(count).batch()
+        if labels is not None and not (labels[:, start + 1 :] != IGNORED).any():
+            raise RetrofitError(
+                f"none of the {len(ids)} held-out conversations has an answer beyond {start} tokens (window and "
+                "sinks), so nothing could be measured: hold out more, or take a smaller window"
+            )
 
     def sentence(self) -> str:
         """What was read, left out and cut, in one line."""

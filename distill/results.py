@@ -75,8 +75,10 @@ def compare(
 def title(recipe: Recipe, split: Split) -> str:
     """What the table's figures were measured on."""
     count = min(recipe.eval_rows, len(split.held_out))
-    size = f"{recipe.seq_len} tokens" if split.collator is None else f"up to {recipe.seq_len} tokens, the answers'"
-    return f"{count} held-out rows of {size}, past the window; state bytes of one layer"
+    what = f"rows of {recipe.seq_len} tokens,"
+    if split.collator is not None:
+        what = f"conversations of at most {recipe.seq_len} tokens, answers"
+    return f"{count} held-out {what} past the window; state bytes of one layer"
 
 
 def card_details(recipe: Recipe, split: Split, rows: list[dict[str, Any]], command: str) -> str:

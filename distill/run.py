@@ -79,6 +79,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         max_samples=recipe.max_samples,
         streaming=recipe.streaming,
     )
+    split.check_scored(recipe.window + recipe.sinks, recipe.eval_rows)
     if not recipe.streaming:
         console.print(split.sentence(), highlight=False, soft_wrap=True)
     set_seed(recipe.seed)

@@ -1,84 +1,178 @@
-"""Text in, rows of token ids out: read, tokenise once, pack into rows of ``seq_len``, keep the last part held out."""
+"""Data in, rows out: open a source, tokenise it once, keep a part held out. The one entry point is ``load_rows``."""
 
+import math
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from distill.sources import documents
+from distill.chat import IGNORED
+from distill.counts import Counts
+from distill.rows import ChatRows, PackedRows, PaddingCollator
+from distill.sources import open_source
+from distill.streaming import Stream, StreamedRows
+from distill.tokens import TokenRows, find_column
 from patches.errors import RetrofitError
-
-TOKENIZER_BATCH = 1000  # documents handed to the tokenizer at once
-
-
-class PackedRows(Dataset):
-    """Rows of ``seq_len`` consecutive tokens of one long stream; the rest that fills no row is left out."""
-
-    def __init__(self, tokens: Tensor, seq_len: int) -> None:
-        """``tokens``: (n,) token ids, in order."""
-        count = len(tokens) // seq_len
-        self.rows = tokens[: count * seq_len].view(count, seq_len)
-
-    def head(self, count: int) -> "PackedRows":
-        """The first ``count`` rows, or all if there are fewer."""
-        return PackedRows(self.rows[:count].flatten(), self.rows.shape[1])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self.rows[index].long()
-        # its number travels along, so that the trainer can name a row whose loss is not finite
-        return {"input_ids": row, "labels": row, "row": torch.tensor(index)}
 
 
 @dataclass(frozen=True)
 class Split:
-    """What a run trains on and what it is measured on."""
+    """What a run trains on and what it is measured on.
 
-    train: PackedRows
-    held_out: PackedRows
-    tokens: int  # in the whole stream
+    Attributes:
+        held_out_part: the held-out part in words, for model cards.
+        counts: what was read and left out; of a stream, so far.
+        tokens: in ``all``, ``train`` and ``held_out``; None where a stream does not know.
+        row_tokens: tokens of a row, of conversations their mean.
+        collator: how rows become a batch; None where they all have one length.
+        source, min_length: what was read, and what had to be longer.
+    """
+
+    train: PackedRows | ChatRows | StreamedRows
+    held_out: PackedRows | ChatRows
+    held_out_part: str
+    counts: Counts
+    tokens: dict[str, int | None]
+    row_tokens: float
+    collator: PaddingCollator | None
+    source: TokenRows
+    min_length: int
+
+    def check_scored(self, start: int, count: int) -> None:
+        """Refuse to measure on ``count`` held-out rows of which nothing from position ``start`` on is labelled.
+
+        Raises:
+            RetrofitError: so it is.
+        """
+        ids, labels = self.held_out.head(count).batch()
+        if labels is not None and not (labels[:, start + 1 :] != IGNORED).any():
+            raise RetrofitError(
+                f"none of the {len(ids)} held-out conversations has an answer beyond {start} tokens (window and "
+                "sinks), so nothing could be measured: hold out more, or take a smaller window"
+            )
+
+    def sentence(self) -> str:
+        """What was read, left out and cut, in one line."""
+        unit = "conversations" if self.source.format == "chat" else "documents"
+        return self.counts.sentence(unit, self.source.seq_len, self.min_length, self.source.max_samples)
 
 
-def load_rows(source: str, tokenizer: PreTrainedTokenizerBase, *, seq_len: int, holdout: float = 0.1) -> Split:
-    """Read ``source``, tokenise it and split it: the last ``holdout`` of the tokens is never trained on.
+def load_rows(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seq_len: int,
+    holdout: float = 0.1,
+    eval_rows: int = 48,
+    name: str | None = None,
+    revision: str | None = None,
+    split: str = "train",
+    data_format: str = "auto",
+    min_length: int = 0,
+    max_samples: int | None = None,
+    streaming: bool = False,
+) -> Split:
+    """Read ``source``, tokenise it and hold a part of it out: of packed text the last tokens, of conversations the last
+    ones, of a stream the first rows.
 
     Args:
-        source: anything :func:`distill.sources.documents` reads: a text, JSONL or Parquet file, a folder written by
-            ``datasets``, a dataset id of the Hub.
-        seq_len: tokens per row.
-        holdout: share of the tokens held out, from the end.
+        source: anything :func:`distill.sources.open_source` opens; ``name``, ``revision`` and ``split`` are its.
+        seq_len: tokens per packed row, and the most that are kept of a conversation.
+        holdout: share of the tokens or conversations held out.
+        eval_rows: rows held out of a stream, which has no known end to take a share of.
+        data_format: ``text`` (packed), ``chat`` (a row per conversation, answers labelled) or ``auto``.
+        min_length: records of at most so many tokens are left out, and counted.
+        max_samples: read only so many records, the first ones.
+        streaming: read and tokenise while training instead of before.
 
     Raises:
-        RetrofitError: the source cannot be read, or holds too few tokens for one row on each side.
+        RetrofitError: the source cannot be read, holds a malformed record, or too little for both parts.
     """
-    tokens = tokenize(source, tokenizer)
+    opened = open_source(source, name=name, revision=revision, split=split, streaming=streaming)
+    rows = TokenRows(opened, find_column(opened, data_format), tokenizer, seq_len, max_samples)
+    collator = None
+    if rows.format == "chat":
+        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        collator = PaddingCollator(next(token for token in pads if token is not None))
+    if streaming:
+        return _stream(rows, min_length, eval_rows, collator)
+
+    data = rows.cached()
+    if rows.format == "chat":
+        return _chat(rows, data, min_length, holdout, collator)
+    return _packed(rows, data, min_length, holdout)
+
+
+def _kept(data: Any, min_length: int) -> tuple[np.ndarray, np.ndarray, Counts]:
+    """Which rows are long enough, their tokens, and what became of all."""
+    import pyarrow.compute as pc
+
+    table = data.with_format("arrow")[:]
+    counts = Counts()
+    sizes = pc.list_value_length(table["input_ids"]).to_numpy()
+    pairs = zip(table["length"].to_pylist(), sizes.tolist(), strict=True)
+    kept = np.flatnonzero([counts.add(length, size, min_length) for length, size in pairs])
+    return kept, sizes[kept], counts
+
+
+def _packed(rows: TokenRows, data: Any, min_length: int, holdout: float) -> Split:
+    kept, _, counts = _kept(data, min_length)
+    where, seq_len = rows.source.name, rows.seq_len
+    if not len(kept):
+        raise RetrofitError(f"{where} is empty: there is no text in it to distil on{_only_short(counts, min_length)}")
+    table = (data if len(kept) == len(data) else data.select(kept)).with_format("arrow")[:]
+    parts = [chunk.flatten().to_numpy() for chunk in table["input_ids"].chunks]
+    tokens = torch.from_numpy(np.concatenate(parts))
     cut = len(tokens) - round(len(tokens) * holdout)
-    split = Split(PackedRows(tokens[:cut], seq_len), PackedRows(tokens[cut:], seq_len), len(tokens))
-    if not len(split.train) or not len(split.held_out):
-        needed = int(np.ceil(max(seq_len / holdout, seq_len / (1 - holdout))))
+    train, held_out = PackedRows(tokens[:cut], seq_len), PackedRows(tokens[cut:], seq_len)
+    if not len(train) or not len(held_out):
+        needed = math.ceil(max(seq_len / holdout, seq_len / (1 - holdout)))
         raise RetrofitError(
-            f"{source} is too short: it holds {len(tokens)} tokens, and at least {needed} are needed for rows of "
-            f"{seq_len} with {holdout:.0%} held out"
+            f"{where} is too short: it holds {len(tokens)} tokens, and at least {needed} are needed for rows of "
+            f"{seq_len} with {holdout:.0%} held out{_only_short(counts, min_length)}"
         )
-    return split
+    counts.tokens_left_over = len(tokens) - train.tokens - held_out.tokens
+    sizes: dict[str, int | None] = {"all": len(tokens), "train": train.tokens, "held_out": held_out.tokens}
+    return Split(
+        train, held_out, f"the last {holdout:.0%} of its tokens", counts, sizes, seq_len, None, rows, min_length
+    )
 
 
-def tokenize(source: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """All documents of ``source`` as one (n,) int32 stream, an end-of-sequence token after each if there is one."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    parts: list[np.ndarray] = []
-    stream = documents(source)
-    while texts := list(islice(stream, TOKENIZER_BATCH)):
-        # verbose=False: a document longer than the model's context is no mistake here, rows are cut from it
-        encoded: Any = tokenizer(texts, return_attention_mask=False, verbose=False)
-        parts.extend(np.asarray([*ids, *end], dtype=np.int32) for ids in encoded["input_ids"])
-    if not parts:
-        raise RetrofitError(f"{source} is empty: there is no text in it to distil on")
-    return torch.from_numpy(np.concatenate(parts))
+def _chat(rows: TokenRows, data: Any, min_length: int, holdout: float, collator: PaddingCollator | None) -> Split:
+    kept, sizes, counts = _kept(data, min_length)
+    cut = len(kept) - round(len(kept) * holdout)
+    if not 0 < cut < len(kept):
+        raise RetrofitError(
+            f"{rows.source.name} is too short: with {holdout:.0%} of {len(kept)} conversations held out, one part is "
+            f"empty{_only_short(counts, min_length)}"
+        )
+    data = data.with_format("numpy")
+    train, held_out = ChatRows(data.select(kept[:cut])), ChatRows(data.select(kept[cut:]))
+    parts = {"all": sizes, "train": sizes[:cut], "held_out": sizes[cut:]}
+    tokens: dict[str, int | None] = {name: int(part.sum()) for name, part in parts.items()}
+    part = f"the last {holdout:.0%} of its conversations"
+    return Split(train, held_out, part, counts, tokens, float(sizes[:cut].mean()), collator, rows, min_length)
+
+
+def _stream(rows: TokenRows, min_length: int, eval_rows: int, collator: PaddingCollator | None) -> Split:
+    stream = Stream(rows, min_length)
+    first = list(islice(stream.items(Counts()), eval_rows))
+    held_out: PackedRows | ChatRows
+    if not first:
+        raise RetrofitError(f"{rows.source.name} is too short: it does not hold one row")
+    if rows.format == "chat":
+        held_out = ChatRows([{"input_ids": row["input_ids"], "answer": row["labels"] >= 0} for row in first])
+    else:
+        held_out = PackedRows(torch.cat([row["input_ids"] for row in first]), rows.seq_len)
+    train = StreamedRows(stream.items, len(first), rows.source.name)
+    total = sum(len(row["input_ids"]) for row in first)
+    tokens = {"all": None, "train": None, "held_out": total}
+    part = f"its first {len(first)} rows"
+    return Split(train, held_out, part, train.counts, tokens, total / len(first), collator, rows, min_length)
+
+
+def _only_short(counts: Counts, min_length: int) -> str:
+    return f"; {counts.short} records of at most min_length {min_length} tokens were left out" if counts.short else ""

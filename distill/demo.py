@@ -20,11 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 import retrofit
 from distill.arguments import DistillArguments
-from distill.data import PackedRows
 from distill.demo_recall import pick_questions, print_recall, reload
 from distill.demo_teacher import COPIED, LENGTH, RECALLED, train_teacher
 from distill.demo_text import documents, generator, recall_distance, tokenizer
 from distill.progress import Bar, ProgressCallback, progress_bar
+from distill.rows import PackedRows
 from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
 from patches.kinds import KINDS, find_kind

@@ -17,6 +17,7 @@ CHOICES = {
     "label_shift": ("next", "ahn"),
     "loss": ("kl", "ce", "mse"),
     "dtype": ("auto", "float32", "bfloat16"),
+    "data_format": ("auto", "text", "chat"),
 }
 # key: (smallest value, is it itself allowed)
 BOUNDS = {
@@ -39,6 +40,8 @@ BOUNDS = {
     "weight_decay": (0, True),
     "warmup": (0, True),
     "holdout": (0, False),
+    "min_length": (0, True),
+    "max_samples": (1, True),
 }
 
 
@@ -69,10 +72,17 @@ class Recipe:
     options: dict[str, Any] = field(default_factory=dict)  # the memory's own
     lora: dict[str, Any] = field(default_factory=dict)  # fields of peft.LoraConfig: LoRA trained beside the memory
 
-    # the data
-    seq_len: int = 512
-    holdout: float = 0.1  # share of the tokens, from the end, that is never trained on
-    eval_rows: int = 48  # held-out rows that are scored
+    # the data (docs/data.md)
+    data_name: str | None = None  # configuration of a dataset that has several
+    data_revision: str | None = None  # branch, tag or commit of a dataset of the Hub
+    data_split: str = "train"
+    data_format: str = "auto"  # "text": packed into rows; "chat": a row per conversation; "auto": by its columns
+    seq_len: int = 512  # tokens per packed row, the most that are kept of a conversation
+    min_length: int = 0  # documents and conversations of at most so many tokens are left out
+    max_samples: int | None = None  # only the first so many are read
+    streaming: bool = False  # read while training: for what does not fit
+    holdout: float = 0.1  # share of the tokens or conversations, from the end, that is never trained on
+    eval_rows: int = 48  # held-out rows that are scored; of a stream, all that are held out, its first ones
 
     # the fit
     steps: int = 600
@@ -105,6 +115,8 @@ class Recipe:
                 raise RetrofitError(f"{name}: {value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
         for name, (least, allowed) in BOUNDS.items():
             value = getattr(self, name)
+            if value is None:
+                continue
             if not math.isfinite(value) or value < least or (value == least and not allowed):
                 rule = f"{least} or more" if allowed else f"more than {least}"
                 raise RetrofitError(f"{name}: {value} is out of range, it must be {rule}")
@@ -116,6 +128,10 @@ class Recipe:
             raise RetrofitError(f"adam_beta2: {self.adam_beta2} is out of range, it must be below 1")
         if self.holdout >= 1:
             raise RetrofitError(f"holdout: {self.holdout} is out of range, it is a share of the tokens below 1")
+        if self.data_format != "text" and self.min_length >= self.seq_len:
+            raise RetrofitError(
+                f"min_length: {self.min_length} leaves nothing of conversations cut to seq_len {self.seq_len}"
+            )
         # with window_sampling too: held-out rows are scored at the window that is saved
         if self.seq_len < self.window + self.sinks + 2:
             raise RetrofitError(
@@ -216,7 +232,7 @@ _Loader.add_implicit_resolver(
 def _typed(name: str, value: Any, hint: Any) -> Any:
     """``value`` as ``hint`` has it: whole numbers are floats too, true and false are no numbers."""
     allowed = get_args(hint) or (hint,)
-    if hint in (int, float) and isinstance(value, bool):
+    if bool not in allowed and isinstance(value, bool):
         pass
     elif hint is float and isinstance(value, int | float):
         return float(value)

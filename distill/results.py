@@ -44,14 +44,15 @@ def compare(
         "window-only, equal memory": (window_only(model, wide), wide, more, 0.0),
         recipe.memory: (model, recipe.window, state_bytes(model), fitted_in),
     }
-    sequences = split.held_out.head(recipe.eval_rows).rows.long()
+    sequences, labels = split.held_out.head(recipe.eval_rows).batch()
     with progress_bar("scoring held-out rows", len(sequences), console=console) as bar:
         scores = evaluate(
             {name: one for name, (one, *_) in models.items()},
             sequences,
             start=recipe.window + recipe.sinks,
+            labels=labels,
             batch_size=recipe.batch_size,
-            on_batch=lambda done, _: bar.update(done, tokens=recipe.seq_len),
+            on_batch=lambda done, _: bar.update(done, tokens=round(split.row_tokens)),
         )
     gap = scores["window-only"].mean_kl
     rows = []
@@ -74,10 +75,13 @@ def compare(
 def title(recipe: Recipe, split: Split) -> str:
     """What the table's figures were measured on."""
     count = min(recipe.eval_rows, len(split.held_out))
-    return f"{count} held-out rows of {recipe.seq_len} tokens, past the window; state bytes of one layer"
+    what = f"rows of {recipe.seq_len} tokens,"
+    if split.collator is not None:
+        what = f"conversations of at most {recipe.seq_len} tokens, answers"
+    return f"{count} held-out {what} past the window; state bytes of one layer"
 
 
-def card_details(recipe: Recipe, rows: list[dict[str, Any]], command: str) -> str:
+def card_details(recipe: Recipe, split: Split, rows: list[dict[str, Any]], command: str) -> str:
     """The run in Markdown, for the model cards: data, command, figures."""
     header = " | ".join(name for name, _ in COLUMNS.values())
     lines = [f"| {header} |", "|" + " --- |" * len(COLUMNS)]
@@ -88,7 +92,7 @@ def card_details(recipe: Recipe, rows: list[dict[str, Any]], command: str) -> st
         [
             "## How it was made",
             "",
-            f"{recipe.steps} steps on `{recipe.data}`, the last {recipe.holdout:.0%} of its tokens held out:",
+            f"{recipe.steps} steps on `{recipe.data}`, {split.held_out_part} held out:",
             "",
             "```",
             command,

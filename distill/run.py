@@ -70,7 +70,23 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     load_config(base)  # no such base, or no family of ours: said before anything is tokenised
     tokenizer = load_tokenizer(base)
     console.print(f"reading {data}", highlight=False)
-    split = load_rows(data, tokenizer, seq_len=recipe.seq_len, holdout=recipe.holdout)
+    split = load_rows(
+        data,
+        tokenizer,
+        seq_len=recipe.seq_len,
+        holdout=recipe.holdout,
+        eval_rows=recipe.eval_rows,
+        name=recipe.data_name,
+        revision=recipe.data_revision,
+        split=recipe.data_split,
+        data_format=recipe.data_format,
+        min_length=recipe.min_length,
+        max_samples=recipe.max_samples,
+        streaming=recipe.streaming,
+    )
+    split.check_scored(recipe.window + recipe.sinks, recipe.eval_rows)
+    if not recipe.streaming:
+        console.print(split.sentence(), highlight=False, soft_wrap=True)
     model = build_model(recipe, fresh=checkpoint is not None)
     if not resume:
         _clear(output)
@@ -78,6 +94,8 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
 
     try:
         state = _fit(model, recipe, split, output, checkpoint, console)
+        if recipe.streaming:  # only now is it known
+            console.print(split.sentence(), highlight=False, soft_wrap=True)
         rows = compare(model, recipe, split, seconds(state), console)
     except KeyboardInterrupt:
         saved = checkpoints(output)
@@ -90,14 +108,15 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     metrics = {
         "recipe": recipe.to_dict(),
         "rows": rows,
-        "tokens": {"all": split.tokens, "train": split.train.rows.numel(), "held_out": split.held_out.rows.numel()},
+        "tokens": split.tokens,
+        "data": split.counts.to_dict(),
         "parameters": {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()},
         "curve": state.log_history,
         "command": command,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")}
         | {"python": platform.python_version()},
     }
-    details = card_details(recipe, rows, command)
+    details = card_details(recipe, split, rows, command)
     retrofit.save_adapter(model, output / "adapter", overwrite=True, details=details)
     if recipe.lora:
         with write_folder(output / LORA, overwrite=True) as draft:
@@ -181,13 +200,13 @@ def _fit(
         report_to=reporters(recipe.report_to),
         **checkpointing,
     )
-    trainer = DistillTrainer(model, args, split.train, split.held_out.head(recipe.eval_rows))
+    trainer = DistillTrainer(model, args, split.train, split.held_out.head(recipe.eval_rows), split.collator)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(RunLog(output / "log.jsonl"))
-    tokens = recipe.seq_len * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     done = step_of(checkpoint) if checkpoint else 0
     with progress_bar("distilling", recipe.steps, done, console) as bar, StopOnSignal(console) as stop:
-        trainer.add_callback(ProgressCallback(bar, tokens))
+        trainer.add_callback(ProgressCallback(bar, round(split.row_tokens * rows)))
         trainer.add_callback(stop)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.received is not None:

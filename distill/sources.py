@@ -1,40 +1,105 @@
-"""Where text comes from: a text, JSONL or Parquet file, a folder written by ``datasets``, or a dataset of the Hub."""
+"""Where records come from: a text, JSONL or Parquet file, a folder written by ``datasets``, or a dataset of the Hub."""
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, nearest
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+# a missing one of these is a missing file; any other dot may be part of an id (user/data-v1.5)
+FILE_SUFFIXES = {".txt", ".md", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst"}
+
+Record = tuple[str, Any]  # where it stands, to be named in errors; what its column holds
 
 
-def documents(source: str) -> Iterator[str]:
-    """Yield the documents of ``source`` in their order, empty ones left out.
+@dataclass(frozen=True)
+class Source:
+    """Something opened whose records can be read, in one order, as often as needed.
 
-    A ``.jsonl`` file gives one document per line (its ``text``), ``.parquet`` and datasets one per row (the column
-    ``text``), any other file is one document.
+    Attributes:
+        name: what it is called in errors.
+        columns: the columns it has, or the keys of its first line.
+        identity: another string once the contents may be others; empty if that cannot be told (a streamed dataset).
+        read: yields the records of one column; raises RetrofitError where one has no such column.
+    """
+
+    name: str
+    columns: list[str]
+    identity: str
+    read: Callable[[str], Iterator[Record]]
+
+
+def open_source(
+    source: str, *, name: str | None = None, revision: str | None = None, split: str = "train", streaming: bool = False
+) -> Source:
+    """Open ``source`` without reading its records.
+
+    Args:
+        source: a text file (one record), a ``.jsonl`` file (one per line), a ``.parquet`` file, a folder saved by
+            ``datasets`` or holding data files it can load, or a dataset id of the Hub.
+        name: configuration of a dataset that has several.
+        revision: branch, tag or commit of a dataset of the Hub.
+        split: which split of a dataset.
+        streaming: do not download or convert a dataset before its first record is read.
 
     Raises:
-        RetrofitError: nothing there, not readable as what it is, or without ``text``.
+        RetrofitError: nothing there, not readable as what it is, no such split, or options it does not have.
     """
     path = Path(source).expanduser()
+    suffix = path.suffix.lower()
+    if path.is_file():
+        for key, value in (("data_name", name), ("data_revision", revision)):
+            if value is not None:
+                raise RetrofitError(f"{key}: {path} is a file and has none: leave it out")
+        if split != "train":
+            raise RetrofitError(f"data_split: {path} is a file and has no splits: leave it out")
+        if suffix == ".json":
+            raise RetrofitError(f"{path}: a .json file would be learned brackets and all: give JSON Lines as .jsonl")
+        if suffix in (".jsonl", ".ndjson"):
+            return Source(str(path), _first_keys(path), _identity(path), lambda column: _jsonl(path, column))
+        if suffix == ".parquet":
+            return Source(str(path), _parquet_columns(path), _identity(path), lambda column: _parquet(path, column))
+        if streaming:
+            raise RetrofitError(f"{path} is one document, which cannot be streamed: give JSONL or Parquet")
+        return Source(str(path), ["text"], _identity(path), lambda _: iter([(str(path), _text_file(path))]))
     if path.is_dir():
-        texts = _dataset_folder(path)
-    elif path.is_file() and path.suffix.lower() in (".jsonl", ".ndjson"):
-        texts = _jsonl(path)
-    elif path.is_file() and path.suffix.lower() == ".parquet":
-        texts = _parquet(path)
-    elif path.is_file() and path.suffix.lower() == ".json":
-        raise RetrofitError(f"{path}: a .json file would be learned brackets and all: give JSON Lines as .jsonl")
-    elif path.is_file():
-        texts = iter([_decode(path.read_bytes(), str(path))])
-    elif HUB_ID.fullmatch(source) and not path.suffix:
-        texts = _hub(source)
-    else:
-        raise RetrofitError(f"there is no file or folder {source}: give a text or JSONL file, or a dataset")
-    return (text for text in texts if text.strip())
+        if revision is not None:
+            raise RetrofitError(f"data_revision: {path} is a folder here and has none: leave it out")
+        return _dataset(str(path), _load_folder(path, name, streaming), split)
+    if HUB_ID.fullmatch(source) and suffix not in FILE_SUFFIXES:
+        return _dataset(source, _load_hub(source, name, revision, streaming), split)
+    raise RetrofitError(f"there is no file or folder {source}: give a text or JSONL file, or a dataset")
+
+
+def checked_text(value: Any, where: str, what: str) -> str:
+    """``value`` if it is a string that a tokenizer can take.
+
+    Raises:
+        RetrofitError: it is something else, or holds half a surrogate pair (JSON can say one, UTF-8 cannot).
+    """
+    if not isinstance(value, str):
+        raise RetrofitError(f"{where}: {what} is {_kind(value)}, not a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RetrofitError(f"{where}: {what} holds half a surrogate pair, which is no text: write it anew") from None
+    return value
+
+
+# ---- files ----
+
+
+def _identity(path: Path) -> str:
+    """A file by name, size and time of change, as build tools tell whether it is still the same."""
+    status = path.stat()
+    return sha256(
+        f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode(errors="surrogateescape")
+    ).hexdigest()
 
 
 def _decode(raw: bytes, where: str) -> str:
@@ -44,7 +109,11 @@ def _decode(raw: bytes, where: str) -> str:
         raise RetrofitError(f"{where} is not UTF-8 text (byte {error.start}): convert it first") from error
 
 
-def _jsonl(path: Path) -> Iterator[str]:
+def _text_file(path: Path) -> str:
+    return _decode(path.read_bytes(), str(path))
+
+
+def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             where = f"{path}, line {number}"
@@ -53,77 +122,119 @@ def _jsonl(path: Path) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise RetrofitError(f"{where} is not JSON ({error}): every line must be one object") from error
-            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                found = f"its keys are {', '.join(map(repr, row))}" if isinstance(row, dict) else "it is no object"
-                raise RetrofitError(f"{where} has no string 'text' ({found}): name the text column 'text'")
-            yield row["text"]
+            if not isinstance(row, dict):
+                raise RetrofitError(f"{where} is {_kind(row)}: every line must be one object")
+            yield where, row
 
 
-def _parquet(path: Path) -> Iterator[str]:
+def _first_keys(path: Path) -> list[str]:
+    return next((list(row) for _, row in _objects(path)), [])
+
+
+def _jsonl(path: Path, column: str) -> Iterator[Record]:
+    for where, row in _objects(path):
+        if column not in row:
+            raise RetrofitError(f"{where} has no {column!r}, only {_names(row)}: all lines need the same keys")
+        yield where, row[column]
+
+
+def _parquet_columns(path: Path) -> list[str]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        file = parquet.ParquetFile(path)
-        _check_columns(file.schema_arrow.names, str(path))
-        for batch in file.iter_batches(columns=["text"]):
-            yield from _strings(batch.column("text").to_pylist(), str(path))
+        return list(parquet.ParquetFile(path).schema_arrow.names)
     except (pyarrow.ArrowException, OSError) as error:
         raise RetrofitError(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
 
 
-def _dataset_folder(path: Path) -> Iterator[str]:
+def _parquet(path: Path, column: str) -> Iterator[Record]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(columns=[column], batch_size=1024):
+            for value in batch.column(column).to_pylist():
+                yield f"{path}, row {number}", value
+                number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RetrofitError(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
+
+
+# ---- datasets ----
+
+
+def _load_folder(path: Path, name: str | None, streaming: bool) -> Any:
     import datasets
 
-    saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+        if name is not None:
+            raise RetrofitError(f"data_name: {path} was saved by datasets and has none: leave it out")
+        load = lambda: datasets.load_from_disk(str(path))  # noqa: E731
+    else:
+        load = lambda: datasets.load_dataset(str(path), name, streaming=streaming)  # noqa: E731
     try:
-        data = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
+        return load()
     except Exception as error:  # datasets raises whatever its readers raise
         raise RetrofitError(f"{path} cannot be read as a dataset: {_first_line(error)}") from error
-    return _rows(data, str(path))
 
 
-def _hub(name: str) -> Iterator[str]:
+def _load_hub(source: str, name: str | None, revision: str | None, streaming: bool) -> Any:
     import datasets
 
     try:
-        data = datasets.load_dataset(name)
+        return datasets.load_dataset(source, name, revision=revision, streaming=streaming)
     except Exception as error:  # no network, no such dataset, no access, no such configuration
         raise RetrofitError(
-            f"{name} is no file or folder here and could not be loaded from the Hub: {_first_line(error)}"
+            f"{source} is no file or folder here and could not be loaded from the Hub: {_first_line(error)}"
         ) from error
-    return _rows(data, name)
 
 
-def _rows(data: object, source: str) -> Iterator[str]:
-    """The ``text`` column of a ``datasets`` dataset; of a dictionary of splits, the split ``train``."""
-    import datasets
-
-    if isinstance(data, datasets.DatasetDict):
-        if "train" not in data:
-            raise RetrofitError(
-                f"{source} has no split 'train', only {', '.join(map(repr, data))}: save one as 'train'"
-            )
-        data = data["train"]
-    assert isinstance(data, datasets.Dataset)
-    _check_columns(data.column_names, source)
-    return _strings((row["text"] for row in data.select_columns("text")), source)
-
-
-def _check_columns(names: list[str], source: str) -> None:
-    if "text" not in names:
-        raise RetrofitError(
-            f"{source} has no column 'text', only {', '.join(map(repr, names))}: rename the text column"
-        )
+def _dataset(name: str, data: Any, split: str) -> Source:
+    """One split of what ``datasets`` has loaded."""
+    if isinstance(data, dict):
+        if split not in data:
+            hint = nearest(split, data)
+            raise RetrofitError(f"{name} has no split {split!r}{hint}, only {_names(data)}: choose one as data_split")
+        data = data[split]
+    elif split != "train":
+        raise RetrofitError(f"data_split: {name} was saved without splits: leave it out")
+    try:
+        columns = list(data.column_names or next(iter(data), {}))
+    except Exception as error:  # a stream is opened here: the network, a damaged file
+        raise RetrofitError(f"{name} cannot be read: {_first_line(error)}") from error
+    return Source(name, columns, getattr(data, "_fingerprint", ""), lambda column: _rows(name, data, column))
 
 
-def _strings(values: Iterable[object], source: str) -> Iterator[str]:
-    for number, value in enumerate(values):
-        if not isinstance(value, str):
-            raise RetrofitError(f"{source}, row {number}: 'text' holds {type(value).__name__}, not a string")
-        yield value
+def _rows(name: str, data: Any, column: str) -> Iterator[Record]:
+    rows = iter(data.select_columns(column))
+    number = 0
+    while True:
+        try:
+            value = next(rows)[column]
+        except StopIteration:
+            return
+        except Exception as error:  # a stream breaks off, a reader meets what it cannot read
+            raise RetrofitError(f"{name}, row {number} cannot be read: {_first_line(error)}") from error
+        if isinstance(value, dict):  # older datasets hold a list of messages as a mapping of lists
+            value = [dict(zip(value, parts, strict=True)) for parts in zip(*value.values(), strict=True)]
+        yield f"{name}, row {number}", value
+        number += 1
+
+
+# ---- words for errors ----
+
+
+def _names(columns: Any) -> str:
+    return ", ".join(map(repr, columns)) or "nothing"
+
+
+def _kind(value: Any) -> str:
+    kinds = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string", "bool": "true or false"}
+    return kinds.get(type(value).__name__, "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
 def _first_line(error: Exception) -> str:

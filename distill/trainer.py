@@ -17,6 +17,7 @@ from distill.checkpoint import drop_oldest
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective
+from distill.rows import longer_than
 from distill.windows import draw_window
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
@@ -73,6 +74,9 @@ class DistillTrainer(Trainer):
         )
         # the Trainer switches it off for training, where we pass it anyway; the exported config must not remember
         model.config.use_cache = use_cache
+        # rows of a stream differ in length and cannot be handed out from one process: each reads the stream for itself
+        if self.accelerator.dataloader_config.dispatch_batches is None:
+            self.accelerator.dataloader_config.dispatch_batches = False
         # our loss is divided by the positions of the whole accumulated batch, so it must not be divided again
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -114,6 +118,7 @@ class DistillTrainer(Trainer):
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The objective's mean over the scored positions of the whole accumulated, distributed batch."""
+        inputs = longer_than(inputs, sum(self._step_window))
         scored = self.objective.scored(inputs["labels"], sum(self._step_window))
         losses = self.objective.losses(model, self.accelerator.unwrap_model(model), inputs, scored)
         total, count = losses.sum(), scored.sum()

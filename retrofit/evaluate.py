@@ -23,20 +23,22 @@ class Scores:
         kl: (N, P) KL(teacher || model), nats; zero for the teacher itself, NaN when there was no teacher.
         correct: (N, P) whether the most likely token is the next token.
         start: first position scored.
+        scored: (N, P) whether the position counts; where not, nll and kl are NaN and correct is False.
     """
 
     nll: Tensor
     kl: Tensor
     correct: Tensor
     start: int
+    scored: Tensor
 
     @property
     def mean_nll(self) -> float:
-        return self.nll.mean(dtype=torch.float64).item()
+        return self.nll[self.scored].mean(dtype=torch.float64).item()
 
     @property
     def mean_kl(self) -> float:
-        return self.kl.mean(dtype=torch.float64).item()
+        return self.kl[self.scored].mean(dtype=torch.float64).item()
 
 
 def gap_closed(kl: float, window_only: float) -> float:
@@ -49,6 +51,7 @@ def evaluate(
     sequences: Tensor,
     *,
     start: int,
+    labels: Tensor | None = None,
     teacher: bool = True,
     batch_size: int = 8,
     on_batch: Callable[[int, int], None] | None = None,
@@ -60,8 +63,9 @@ def evaluate(
 
     Args:
         model: a retrofitted model (scored under its memory's kind as name), or a mapping ``{name: model}``.
-        sequences: (N, T) token ids, without padding.
+        sequences: (N, T) token ids; padding, if any, on the right and not labelled.
         start: first position to score. For comparable rows: sinks + window of the narrowest window.
+        labels: (N, T), -100 at tokens that nobody has to predict; by default all are to be predicted.
         teacher: score the teacher too, as row ``"teacher"``, and give every model its KL to it.
         batch_size: sequences per forward pass.
         on_batch: called with (sequences done, N) after each batch, for progress bars.
@@ -70,7 +74,7 @@ def evaluate(
         ``{name: Scores}``, ``"teacher"`` first.
 
     Raises:
-        RetrofitError: no sequence, or none longer than ``start + 1`` tokens.
+        RetrofitError: no sequence, none longer than ``start + 1`` tokens, or no label from there on.
     """
     models: dict[str, Any] = dict(model) if isinstance(model, Mapping) else {model.config.memory["kind"]: model}
     if sequences.ndim != 2 or len(sequences) == 0 or not 0 <= start < sequences.shape[1] - 1:
@@ -78,36 +82,43 @@ def evaluate(
             f"cannot score positions from {start} on in sequences of shape {tuple(sequences.shape)}: "
             f"evaluation needs at least one sequence of {start + 2} tokens"
         )
+    scored = torch.ones_like(sequences, dtype=torch.bool) if labels is None else labels != -100
+    scored = scored[:, start + 1 :].cpu()  # (N, P): by the token that a position predicts
+    if not scored.any():
+        raise RetrofitError(f"no token after position {start} is labelled: there is nothing to score past the window")
     first = next(iter(models.values()))
     device = first.get_output_embeddings().weight.device
     rows: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in (["teacher"] if teacher else []) + list(models)}
     with torch.no_grad(), _evaluating(list(models.values())):
         for at in range(0, len(sequences), batch_size):
-            ids = sequences[at : at + batch_size].to(device)
+            where = scored[at : at + batch_size]
+            last = int(where.any(0).nonzero().max()) if where.any() else 0
+            # what comes after the last label changes nothing before it
+            ids, taken = sequences[at : at + batch_size, : start + last + 2].to(device), where[:, : last + 1].to(device)
             hidden = {}
             if teacher:
                 with first.memory_off():
-                    hidden["teacher"] = _hidden(first, ids, start)
-            hidden |= {name: _hidden(one, ids, start) for name, one in models.items()}
-            targets = ids[:, start + 1 :].flatten()
+                    hidden["teacher"] = _hidden(first, ids, start)[taken]
+            hidden |= {name: _hidden(one, ids, start)[taken] for name, one in models.items()}
+            targets = ids[:, start + 1 :][taken]
             for name, scores in _score(hidden, first.get_output_embeddings(), targets).items():
-                rows[name].append(tuple(part.view(len(ids), -1).cpu() for part in scores))
+                rows[name].append(tuple(_spread(part.cpu(), where) for part in scores))
             if on_batch is not None:
                 on_batch(min(at + batch_size, len(sequences)), len(sequences))
     columns = {name: [torch.cat(parts) for parts in zip(*batches, strict=True)] for name, batches in rows.items()}
-    return {name: Scores(nll, kl, correct, start) for name, (nll, kl, correct) in columns.items()}
+    return {name: Scores(nll, kl, correct, start, scored) for name, (nll, kl, correct) in columns.items()}
 
 
 def _hidden(model: Any, ids: Tensor, start: int) -> Tensor:
-    """(B, T) ids -> (B * P, E) hidden states of the positions from ``start`` to the last that has a next token."""
-    return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[:, start:-1].flatten(0, 1)
+    """(B, T) ids -> (B, P, E) hidden states of the positions from ``start`` to the last that has a next token."""
+    return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[:, start:-1]
 
 
 def _score(hidden: dict[str, Tensor], head: Any, targets: Tensor) -> dict[str, tuple[Tensor, ...]]:
-    """(nll, kl, correct), each (B * P,), for every row of ``hidden``; the row ``teacher``, if any, comes first."""
+    """(nll, kl, correct), each (n,), for every entry (n, E) of ``hidden``; ``teacher``, if there, comes first."""
     parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in hidden}
     chunk = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
-    for at in range(0, len(targets), chunk):
+    for at in range(0, max(len(targets), 1), chunk):  # an empty chunk if there is nothing to score
         target = targets[at : at + chunk, None]  # (C, 1)
         reference = None
         for name, states in hidden.items():
@@ -121,6 +132,13 @@ def _score(hidden: dict[str, Tensor], head: Any, targets: Tensor) -> dict[str, t
             nll = -log_probs.gather(-1, target).squeeze(-1)
             parts[name].append((nll, kl, log_probs.argmax(-1) == target.squeeze(-1)))
     return {name: tuple(torch.cat(part) for part in zip(*chunks, strict=True)) for name, chunks in parts.items()}
+
+
+def _spread(values: Tensor, scored: Tensor) -> Tensor:
+    """(n,) values of the scored positions -> (B, P), NaN or False at the others."""
+    full = torch.zeros_like(scored) if values.dtype == torch.bool else torch.full(scored.shape, torch.nan)
+    full[scored] = values
+    return full
 
 
 @contextmanager

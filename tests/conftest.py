@@ -1,5 +1,7 @@
 """Fixtures every test may ask for: tiny random bases of the four families, NaN in fresh tensors, reference data."""
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+# tokenised data goes into a cache of our own, in the processes that tests start too; datasets reads it when imported
+_CACHE = tempfile.TemporaryDirectory(prefix="retrofit-tests-")
+os.environ["HF_DATASETS_CACHE"] = _CACHE.name
 # one thread: the tensors are tiny and pytest runs one process per core
 torch.set_num_threads(1)
 transformers_logging.disable_progress_bar()

@@ -9,15 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import retrofit
 from distill import DistillArguments, DistillTrainer
 from distill.arguments import CHECKPOINTING
 from distill.checkpoint import checkpoints
-from distill.data import PackedRows
+from distill.data import load_rows
 from distill.objective import Objective
+from distill.rows import PackedRows
 from patches.errors import RetrofitError
+from retrofit.evaluate import evaluate
 
 Model = Any
 
@@ -379,3 +381,53 @@ def test_arguments_are_checked(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(RetrofitError) as error:
         DistillArguments(**settings)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("sampling", ["fixed", "ahn"])
+def test_conversations_of_any_length_are_trained_on(
+    make_base: Callable[..., PreTrainedModel],
+    chat_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    datasets_cache: Path,
+    sampling: str,
+) -> None:
+    lines = []
+    for number in range(24):  # shorter than S + W, and longer
+        turns = [("user", "?" * number), ("assistant", "abc" * (number % 9 + 1))]
+        lines.append(json.dumps({"conversations": [{"from": role, "value": text} for role, text in turns]}))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    split = load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, seq_len=64, holdout=0.2)
+    torch.manual_seed(3)
+    base = make_base("Qwen2", vocab_size=len(chat_tokenizer))
+    model = retrofit.patch(base, memory="ahn-gdn", window=44, sinks=2)
+    settings = {"max_steps": 12, "per_device_train_batch_size": 2, "window_sampling": sampling, "output_dir": tmp_path}
+    args = DistillArguments(**settings, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True)
+    trainer = DistillTrainer(model, args, split.train, split.held_out, split.collator)
+    trainer.train()
+    assert any(losses(trainer))
+    kl = trainer.evaluate()["eval_kl"]
+
+    # what is scored are the tokens past the window that belong to an answer, of each row alone
+    alone = []
+    for row in (split.held_out[index] for index in range(len(split.held_out))):
+        one = {key: part[None] for key, part in row.items()}
+        scored = trainer.objective.scored(one["labels"], 46)
+        alone.append(trainer.objective.losses(model, model, one, scored).detach())
+    count = len(torch.cat(alone))
+    assert 0 < count < split.tokens["held_out"]
+    assert kl == pytest.approx(torch.cat(alone).mean().item(), rel=1e-5)
+    scores = evaluate(model, split.held_out.batch()[0], start=46, labels=split.held_out.batch()[1])
+    assert scores["ahn-gdn"].mean_kl == pytest.approx(kl, rel=1e-4)
+    assert scores["ahn-gdn"].scored.sum() == count
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_batch_within_the_window_gives_every_parameter_a_gradient_of_zero(
+    model: Model, rows: PackedRows, tmp_path: Path, masked: bool
+) -> None:
+    ids = rows.rows[:2, :5].long()
+    batch = {"input_ids": ids, "labels": ids} | ({"attention_mask": torch.ones_like(ids)} if masked else {})
+    loss = make_trainer(opened(model), rows, tmp_path).compute_loss(model, batch)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not parameter.grad.any() for _, parameter in model.memory_parameters())

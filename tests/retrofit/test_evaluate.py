@@ -56,6 +56,29 @@ def test_scores_are_those_of_the_whole_logits(model: Any, sequences: Tensor, mon
     assert scores["bare"].mean_kl > 0
 
 
+def test_only_labelled_tokens_are_scored_and_padding_changes_nothing(model: Any, sequences: Tensor) -> None:
+    whole = evaluate({"bare": window_only(model), "memory": model}, sequences, start=START, batch_size=2)
+    labels = sequences.masked_fill(torch.rand(sequences.shape, generator=torch.Generator().manual_seed(1)) < 0.6, -100)
+    labels[2:4] = -100  # a batch without any
+    labels[4, 20:] = -100
+    labels[0, : START + 1] = sequences[0, : START + 1]  # within the window: not scored
+    padded = torch.cat([sequences, torch.zeros(5, 3, dtype=torch.long)], 1)
+    labels = torch.cat([labels, torch.full((5, 3), -100)], 1)
+    scores = evaluate({"bare": window_only(model), "memory": model}, padded, start=START, labels=labels, batch_size=2)
+    scored = labels[:, START + 1 :] != -100
+    for name in ("teacher", "bare", "memory"):
+        got, all_ = scores[name], whole[name]
+        assert torch.equal(got.scored, scored)
+        assert got.nll[~scored].isnan().all()
+        assert not got.correct[~scored].any()
+        for part in ("nll", "kl", "correct"):
+            expected = getattr(all_, part)[scored[:, :-3]]
+            torch.testing.assert_close(getattr(got, part)[scored], expected, rtol=1e-5, atol=1e-6)
+        assert got.mean_nll == pytest.approx(all_.nll[scored[:, :-3]].mean().item(), rel=1e-5)
+    with pytest.raises(RetrofitError, match="no token after position 8 is labelled"):
+        evaluate(model, sequences, start=START, labels=torch.full_like(sequences, -100))
+
+
 def test_the_teacher_runs_once_per_batch_however_many_models(model: Any, sequences: Tensor) -> None:
     others = {name: window_only(model, width) for name, width in (("a", 6), ("b", 12))}
     calls = []

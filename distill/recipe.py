@@ -78,6 +78,7 @@ class Recipe:
     temperature: float = 1.0
     label_shift: str = "next"
     gradient_checkpointing: bool = False
+    deepspeed: str | None = None  # "zero2", "zero3" or a DeepSpeed JSON file; plain data parallelism by default
     seed: int = 0
 
     # how often

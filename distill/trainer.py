@@ -1,5 +1,6 @@
 """The trainer: transformers' own, with the model's full-attention self as teacher and only the memory trained."""
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -8,21 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainerControl
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distill.arguments import DistillArguments
 from distill.checkpoint import drop_oldest
+from distill.evenly import EvenRows
 from distill.loss import chunked_kl, scored_positions
 from distill.windows import draw_window
+from distill.zero import gathered, is_partitioned, keep_base_out, window_only
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
-from retrofit.baselines import window_only
-from retrofit.evaluate import gap_closed
+from retrofit.evaluate import gap_closed, hidden_states
 from retrofit.families import is_retrofit
+from retrofit.fetch import first_line
+from retrofit.fingerprint import fingerprint
 
 Batch = dict[str, Tensor]
+DRAFT = ".saving"  # folder, inside that of the run, in which a checkpoint is written
 
 
 class DistillTrainer(Trainer):
@@ -59,6 +65,8 @@ class DistillTrainer(Trainer):
             kind = model.config.memory["kind"]
             raise RetrofitError(f"memory {kind!r} has no parameters to train: use the patched model as it is")
         use_cache = model.config.use_cache
+        self.of_base = fingerprint(model)  # while the weights are whole: ZeRO-3 is about to part them
+        args._n_gpu = min(args.n_gpu, 1)  # several GPUs want a process each: nn.DataParallel would copy the model
         super().__init__(
             model=model,
             args=args,
@@ -72,6 +80,9 @@ class DistillTrainer(Trainer):
         # our loss is divided by the positions of the whole accumulated batch, so it must not be divided again
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
+        if self.is_deepspeed_enabled:
+            keep_base_out(self.accelerator)
+        self.add_callback(FiniteGradient(self))
         self.window: tuple[int, int] = (model.config.memory["window"], model.config.memory["sinks"])  # W, S
         self._step_window = self.window
         self._draft = ""  # subfolder of the output folder in which a checkpoint is being written
@@ -105,6 +116,7 @@ class DistillTrainer(Trainer):
     ) -> Any:
         """KL(teacher || student), the mean over the scored positions of the whole accumulated, distributed batch."""
         total, count = self._kl_sum(model, inputs, self._step_window)
+        total = total + self._untouched(model, inputs)
         if num_items_in_batch is not None:
             # data parallelism averages gradients over ranks: undo it, the count is already that of all ranks
             total, count = total * self.accelerator.num_processes, num_items_in_batch
@@ -122,10 +134,27 @@ class DistillTrainer(Trainer):
         tokens: Batch = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
         model = self.accelerator.unwrap_model(student)
         teacher = self._teacher(model, tokens)[scored]  # (P, E)
-        states = _hidden(student, model.get_decoder(), tokens)[scored]  # (P, E)
+        states = hidden_states(student, tokens, model.get_decoder())[scored]  # (P, E)
         head = model.get_output_embeddings()
-        loss = chunked_kl(states, teacher, head.weight, head.bias, temperature=self.args.temperature)
+        with gathered(head.parameters()):
+            loss = chunked_kl(states, teacher, head.weight, head.bias, temperature=self.args.temperature)
         return loss, scored.sum()
+
+    def _untouched(self, student: Any, inputs: Batch) -> Tensor | float:
+        """Zero, with a zero gradient for every parameter of the memory.
+
+        Rows within S + W tokens never reach the memory, and then neither backward nor the other processes, which wait
+        for this one's gradients, would find any.
+        """
+        model = self.accelerator.unwrap_model(student)
+        if not is_partitioned(model):
+            return sum(0 * parameter.sum() for _, parameter in model.memory_parameters())
+        if inputs["input_ids"].shape[1] <= sum(self._step_window):
+            raise RetrofitError(
+                f"a batch of {inputs['input_ids'].shape[1]} tokens never leaves a window of {self._step_window[0]} and "
+                f"{self._step_window[1]} sinks, which ZeRO-3 cannot train: take longer rows, or ZeRO-2"
+            )
+        return 0.0
 
     def _teacher(self, model: Any, tokens: Batch) -> Tensor:
         """(B, T, E) hidden states of the base with full attention, through the unwrapped module: nothing to reduce."""
@@ -133,7 +162,7 @@ class DistillTrainer(Trainer):
         model.eval()
         try:
             with torch.no_grad(), model.memory_off():
-                return model.get_decoder()(**tokens, use_cache=False).last_hidden_state
+                return hidden_states(model, tokens)
         finally:
             model.train(was_training)
 
@@ -185,6 +214,8 @@ class DistillTrainer(Trainer):
 
     def _mean_kl(self, model: Any, data: Dataset | None) -> float:
         """KL to the teacher over every scored position of ``data`` on all ranks, nats."""
+        if data is not None and self.args.world_size > 1 and hasattr(data, "__len__"):
+            data = EvenRows(data, self.args.eval_batch_size * self.args.world_size)
         sums = torch.zeros(2, device=self.args.device)
         was_training = model.training
         model.eval()
@@ -198,10 +229,12 @@ class DistillTrainer(Trainer):
     # ---- checkpoints ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the memory to ``output_dir``, as an adapter."""
-        if self.args.should_save:
-            folder = output_dir or self._get_output_dir(trial=None)
-            save_adapter(self.accelerator.unwrap_model(self.model), folder, overwrite=True)
+        """Write the memory to ``output_dir``, as an adapter. Every process calls it, the main one writes."""
+        model = self.accelerator.unwrap_model(self.model)
+        with gathered(parameter for _, parameter in model.memory_parameters()):
+            if self.args.should_save:
+                folder = output_dir or self._get_output_dir(trial=None)
+                save_adapter(model, folder, overwrite=True, of_base=self.of_base)
         self.accelerator.wait_for_everyone()  # the folder has just been replaced: other ranks write to it from here on
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any | None = None) -> None:
@@ -210,7 +243,7 @@ class DistillTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the checkpoint under another name first: a folder called ``checkpoint-N`` is a whole one."""
         home, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
-        self._draft = ".saving"
+        self._draft = DRAFT
         draft = Path(self._get_output_dir(trial))
         try:
             super()._save_checkpoint(model, trial)
@@ -220,6 +253,13 @@ class DistillTrainer(Trainer):
                 os.replace(draft / name, home / name)
                 if self.args.save_total_limit:
                     drop_oldest(home, keep=self.args.save_total_limit)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if not isinstance(error, OSError | SafetensorError) and "PytorchStreamWriter" not in str(error):
+                raise  # not about writing
+            raise RetrofitError(
+                f"the checkpoint of step {self.state.global_step} cannot be written to {home} ({first_line(error)}): "
+                "the run stopped; make room there and --resume from the checkpoint before"
+            ) from error
         finally:
             self._draft = ""
             if self.args.should_save:
@@ -230,15 +270,30 @@ class DistillTrainer(Trainer):
         return os.path.join(super()._get_output_dir(trial), self._draft)
 
 
-def _hidden(model: Any, decoder: Any, tokens: Batch) -> Tensor:
-    """(B, T, E) last hidden states of a causal LM that may be wrapped (DDP, DeepSpeed), without its T x V logits.
+class FiniteGradient(TrainerCallback):
+    """Stops a run whose gradient is NaN or infinite before that can reach a checkpoint."""
 
-    The wrapper must run the whole model, so the states are taken on their way to the head, which sees one position.
-    """
-    taken: list[Tensor] = []
-    handle = decoder.register_forward_hook(lambda _module, _args, output: taken.append(output.last_hidden_state))
-    try:
-        model(**tokens, use_cache=False, logits_to_keep=1)
-    finally:
-        handle.remove()
-    return taken[0]
+    def __init__(self, trainer: DistillTrainer) -> None:
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The step is not applied, except under DeepSpeed, which applies it in its backward pass.
+
+        Raises:
+            RetrofitError: with the step named.
+        """
+        trainer = self.trainer
+        if trainer.is_deepspeed_enabled:
+            norm = trainer.deepspeed.get_global_grad_norm()
+            finite = norm is None or 0 <= float(norm) < math.inf  # DeepSpeed says -1 where there is none
+        else:
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            gradients = [p.grad for _, p in model.memory_parameters() if p.grad is not None]
+            finite = bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all())
+        if not finite:
+            raise RetrofitError(
+                f"the gradient is not finite at step {state.global_step + 1}: the run stopped and nothing of this step "
+                "was saved; start again with a smaller learning rate, or look at the data it had reached"
+            )

@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 VENV ?= .venv
 # one process per core; each keeps torch to one thread (tests/conftest.py)
-PYTEST_ARGS ?= -n auto
+PYTEST_ARGS ?= -n auto --dist loadgroup
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -28,6 +28,7 @@ from retrofit.fetch import first_line
 from retrofit.fingerprint import fingerprint
 
 Batch = dict[str, Tensor]
+TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream")  # in what torch.save says of a full disk
 DRAFT = ".saving"  # folder, inside that of the run, in which a checkpoint is written
 
 
@@ -253,11 +254,13 @@ class DistillTrainer(Trainer):
                 os.replace(draft / name, home / name)
                 if self.args.save_total_limit:
                     drop_oldest(home, keep=self.args.save_total_limit)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            if not isinstance(error, OSError | SafetensorError) and "PytorchStreamWriter" not in str(error):
-                raise  # not about writing
+        except (OSError, RuntimeError, RetrofitError) as error:
+            cause = error.__cause__ if isinstance(error.__cause__, SafetensorError) else error
+            writing = isinstance(cause, OSError | SafetensorError) or any(word in str(cause) for word in TORCH_WRITER)
+            if not writing:
+                raise
             raise RetrofitError(
-                f"the checkpoint of step {self.state.global_step} cannot be written to {home} ({first_line(error)}): "
+                f"the checkpoint of step {self.state.global_step} cannot be written to {home} ({first_line(cause)}): "
                 "the run stopped; make room there and --resume from the checkpoint before"
             ) from error
         finally:

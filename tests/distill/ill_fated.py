@@ -1,4 +1,8 @@
-"""The command line in one process of two, the second of which meets with something in its third step."""
+"""The command line in a process, alone or the second of two, that meets with something in its third step or after it.
+
+First argument: ``signal`` (to the process that started it), ``nan``, ``kill``, or ``kill-saving`` (its second
+checkpoint); then the command.
+"""
 
 import os
 import signal
@@ -8,19 +12,29 @@ from typing import Any
 import cli
 from distill.trainer import DistillTrainer
 
-original = DistillTrainer._kl_sum
+kl_sum, save_rng_state = DistillTrainer._kl_sum, DistillTrainer._save_rng_state
+second = os.environ.get("RANK", "1") == "1"
 
 
 def _kl_sum(self: DistillTrainer, student: Any, *args: Any) -> Any:
-    loss, count = original(self, student, *args)
-    if self.state.global_step == 2 and os.environ["RANK"] == "1" and student.training:
+    loss, count = kl_sum(self, student, *args)
+    if self.state.global_step == 2 and second and student.training:
         if fate == "signal":
             os.kill(os.getppid(), signal.SIGTERM)
-        else:
+        elif fate == "nan":
             loss = loss * float("nan")
+        elif fate == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
     return loss, count
+
+
+def _save_rng_state(self: DistillTrainer, *args: Any) -> None:
+    if fate == "kill-saving" and self.state.global_step > 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    save_rng_state(self, *args)
 
 
 fate = sys.argv.pop(1)
 DistillTrainer._kl_sum = _kl_sum
+DistillTrainer._save_rng_state = _save_rng_state
 cli.main()

@@ -90,7 +90,7 @@ def join(deepspeed: bool) -> Processes:
     """Meet the other processes of this run, by NCCL with GPUs and by gloo without.
 
     Raises:
-        RetrofitError: the launcher asks for FSDP, which is not supported.
+        RetrofitError: the launcher asks for FSDP, which is not supported, or for DeepSpeed when the recipe does not.
     """
     cuda = torch.cuda.is_available()
     if not started_together():
@@ -100,6 +100,10 @@ def join(deepspeed: bool) -> Processes:
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise RetrofitError(
             "FSDP is not supported: leave it out of accelerate's configuration and pass --deepspeed zero3"
+        )
+    if not deepspeed and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise RetrofitError(
+            "accelerate's configuration asks for DeepSpeed: leave it out there, and pass --deepspeed FILE"
         )
     ours = not dist.is_initialized()
     if deepspeed:

@@ -19,7 +19,7 @@ from distill.checkpoint import drop_oldest
 from distill.evenly import EvenRows
 from distill.loss import chunked_kl, scored_positions
 from distill.windows import draw_window
-from distill.zero import gathered, is_partitioned, keep_base_out, window_only
+from distill.zero import gathered, is_partitioned, keep_base_out, partition, window_only
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
 from retrofit.evaluate import gap_closed, hidden_states
@@ -68,6 +68,9 @@ class DistillTrainer(Trainer):
         use_cache = model.config.use_cache
         self.of_base = fingerprint(model)  # while the weights are whole: ZeRO-3 is about to part them
         args._n_gpu = min(args.n_gpu, 1)  # several GPUs want a process each: nn.DataParallel would copy the model
+        engine = getattr(args, "hf_deepspeed_config", None)
+        if engine is not None and engine.is_zero3() and not is_partitioned(model):
+            partition(model, engine.config, args.device)
         super().__init__(
             model=model,
             args=args,

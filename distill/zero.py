@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torch
 from packaging.version import Version
 from torch import nn
 
@@ -66,6 +67,20 @@ def prepare_for_cpu() -> None:
 def is_partitioned(model: nn.Module) -> bool:
     """Whether ZeRO-3 holds the weights of ``model``, each process a part of every one."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def partition(model: nn.Module, config: dict[str, Any], device: torch.device) -> None:
+    """Spread the weights over the processes, one after the other: the engine would put all of them on ``device`` first.
+
+    Args:
+        config: DeepSpeed's, its batch sizes filled in.
+    """
+    from deepspeed import zero
+
+    zero.Init(module=model, config_dict_or_path=config)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 VENV ?= .venv
 # one process per core; each keeps torch to one thread (tests/conftest.py)
-PYTEST_ARGS ?= -n auto
+PYTEST_ARGS ?= -n auto --dist loadgroup
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -25,7 +25,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("retrofit needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) "$(TORCH)"
-	$(BIN)/python -m pip install $(PIP_ARGS) --editable ".[train,peft,dev]"
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable ".[train,peft,deepspeed,dev]"
 	@touch $@
 
 demo: $(READY)

@@ -5,12 +5,15 @@ import importlib
 import importlib.util
 import shutil
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
+
+from distill.outcome import tell_launcher
 
 UsageError: Any = typer.BadParameter.__base__  # typer gives it no public name
 
@@ -21,9 +24,20 @@ def example(*commands: str) -> str:
 
 
 class OneLineErrors(TyperGroup):
-    """Ends every mistake of the user in one line on stderr and status 2, and Ctrl-C in status 130."""
+    """Ends every mistake of the user in one line on stderr and status 2, and Ctrl-C in status 130.
+
+    One process of several leaves what it has to say, a traceback too, to the launcher: it is said once.
+    """
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        try:
+            self._main(*args, **kwargs)
+        except Exception:
+            if not tell_launcher(traceback.format_exc()):
+                raise
+            sys.exit(1)
+
+    def _main(self, *args: Any, **kwargs: Any) -> NoReturn:
         try:
             sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))
         except UsageError as error:
@@ -44,7 +58,9 @@ class OneLineErrors(TyperGroup):
             if not isinstance(error, RetrofitError):
                 raise
             message = str(error)
-        typer.echo(f"error: {' '.join(message.split())}", err=True)
+        message = " ".join(message.split())
+        if not tell_launcher(message):
+            typer.echo(f"error: {message}", err=True)
         sys.exit(2)
 
     def invoke(self, ctx: Any) -> Any:
@@ -139,6 +155,12 @@ def distill(
     batch_size: Annotated[int | None, typer.Option(help="Rows per step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the memory's start and the rows' order.")] = None,
+    deepspeed: Annotated[str | None, typer.Option(metavar="zero2|zero3|FILE", help="DeepSpeed's ZeRO.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines; run the same command on each.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Which of them this one is.")] = 0,
+    master_addr: Annotated[str | None, typer.Option(help="Address of machine 0.")] = None,
+    master_port: Annotated[int, typer.Option(min=1, help="Free port of machine 0.")] = 29500,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other recipe key.")] = None,
     init_adapter: Annotated[str | None, typer.Option(help="Adapter or AHN weights to go on from.")] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")] = None,
@@ -150,9 +172,8 @@ def distill(
 
     Flags override the recipe's keys.
     """
+    from distill.launch import Machines, launch
     from distill.recipe import Recipe, read_recipe, shipped_recipes
-    from distill.run import distill as run
-    from retrofit.table import write_rows
 
     is_recipe = source in shipped_recipes() or Path(source).suffix in (".yaml", ".yml")
     values = read_recipe(source) if is_recipe else {"base": source}
@@ -162,8 +183,15 @@ def distill(
         flags["options"] = _pairs("--option", option)
     where = source if is_recipe else "flags"
     recipe = Recipe.from_dict({**values, **flags, **_pairs("--set", set_)}, where)
+    machines = Machines(nproc, nnodes, node_rank, master_addr, master_port)
+    if machines.needed(deepspeed=recipe.deepspeed is not None):
+        launch([__file__, *sys.argv[1:]], machines)
+        return
+    from distill.run import distill as run
+    from retrofit.table import write_rows
+
     metrics = run(recipe, resume=resume, overwrite=overwrite)
-    if json_file is not None:
+    if json_file is not None and metrics:  # the first process of several has them
         write_rows(json_file, metrics["rows"])
 
 

@@ -29,6 +29,8 @@ class DistillArguments(TrainingArguments):
     adam_beta2: float = field(default=0.98, metadata={"help": "AdamW's second beta."})
     data_seed: int | None = field(default=None, metadata={"help": "Seed of the rows' order; the run's own by default."})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN and Inf losses in the log."})
+    # our loss gives every parameter a gradient at every step: no search through the graph for those it left out
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "As in transformers."})
 
     loss: str = field(
         default="kl",

@@ -1,4 +1,8 @@
-"""What a run leaves on disk while it trains: ``checkpoint-N`` folders, each an adapter with the optimizer beside it."""
+"""What a run leaves on disk while it trains: ``checkpoint-N`` folders, each an adapter with the optimizer beside it.
+
+Plain and data-parallel runs keep the optimizer in ``optimizer.pt``. DeepSpeed keeps each process's part of it in a
+folder of its own, named in ``latest``; the schedule and the processes' random states lie beside it as ever.
+"""
 
 import json
 import shutil
@@ -10,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from retrofit.adapter import WEIGHTS
 
 STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
+ENGINE = "latest"  # DeepSpeed's pointer to its folder
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -23,15 +28,19 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[-1])
 
 
-def damage(checkpoint: Path) -> str:
+def damage(checkpoint: Path, processes: int = 1, deepspeed: bool = False) -> str:
     """What keeps a run from going on from ``checkpoint``: a file that is missing or cut short; empty if nothing does.
 
     The Trainer would go on without an optimizer's file as if nothing had been learned yet.
     """
-    states = [checkpoint / OPTIMIZER, checkpoint / SCHEDULER, *sorted(checkpoint.glob("rng_state*.pth"))]
-    if len(states) < 3:
-        return "rng_state.pth is missing"
-    for file in (checkpoint / STATE, checkpoint / WEIGHTS, *states):
+    random = "rng_state.pth" if processes == 1 else "rng_state_{}.pth"
+    files = [checkpoint / name for name in (STATE, WEIGHTS, SCHEDULER)]
+    files += [checkpoint / random.format(rank) for rank in range(processes)]
+    if deepspeed:
+        files += _engine_files(checkpoint, processes)
+    else:
+        files.append(checkpoint / OPTIMIZER)
+    for file in files:
         try:
             if file.name == STATE:
                 json.loads(file.read_text(encoding="utf-8"))
@@ -45,6 +54,18 @@ def damage(checkpoint: Path) -> str:
         except (OSError, ValueError, SafetensorError, zipfile.BadZipFile):
             return f"{file.name} is damaged or cut short"
     return ""
+
+
+def _engine_files(checkpoint: Path, processes: int) -> list[Path]:
+    """The files DeepSpeed needs: each process's part of the optimizer, and the state of the engine."""
+    try:
+        folder = checkpoint / (checkpoint / ENGINE).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return [checkpoint / ENGINE]
+    parts = sorted(folder.glob("*_optim_states.pt"))
+    engine = sorted(folder.glob("*_model_states.pt"))
+    lacking = [folder / f"part {len(parts)} of the optimizer"] if len(parts) < processes else []
+    return [*parts, *engine, *lacking, *([] if engine else [folder / "mp_rank_00_model_states.pt"])]
 
 
 def drop_oldest(run: Path, keep: int) -> None:

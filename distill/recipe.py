@@ -98,6 +98,7 @@ class Recipe:
     temperature: float = 1.0
     label_shift: str = "next"  # position t counts if token t + 1 is labelled; "ahn": if token t is
     gradient_checkpointing: bool = False
+    deepspeed: str | None = None  # "zero2", "zero3" or a DeepSpeed JSON file; plain data parallelism by default
     seed: int = 0
 
     # how often

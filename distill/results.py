@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from distill.data import Split
+from distill.processes import Processes
 from distill.progress import progress_bar
 from distill.recipe import Recipe
-from retrofit.baselines import equal_memory_window, row_bytes, window_only
-from retrofit.evaluate import evaluate, gap_closed
+from distill.zero import window_only
+from retrofit.baselines import equal_memory_window, row_bytes
+from retrofit.evaluate import Scores, evaluate, gap_closed
 from retrofit.measure import state_bytes
 
 COLUMNS = {
@@ -22,14 +25,23 @@ COLUMNS = {
 }
 
 
+ALONE = Processes()
+
+
 def compare(
-    model: Any, recipe: Recipe, split: Split, fitted_in: float, console: Console | None = None
+    model: Any,
+    recipe: Recipe,
+    split: Split,
+    fitted_in: float,
+    console: Console | None = None,
+    processes: Processes = ALONE,
 ) -> list[dict[str, Any]]:
     """Score the model, its teacher and its two baselines on the same positions, those past its own window.
 
     Args:
         model: the fitted model, at the recipe's window.
         fitted_in: seconds its training took.
+        processes: each scores its share of the rows, and all get the same table.
 
     Returns:
         One row each for the teacher, the window-only model, the window-only model whose window costs as many bytes as
@@ -45,15 +57,20 @@ def compare(
         recipe.memory: (model, recipe.window, state_bytes(model), fitted_in),
     }
     sequences, labels = split.held_out.head(recipe.eval_rows).batch()
-    with progress_bar("scoring held-out rows", len(sequences), console=console) as bar:
+    # as many for each process, since ZeRO-3's weights are gathered by all at once; what is too much is cut off again
+    count, share = len(sequences), -(-len(sequences) // processes.count)
+    mine = [(processes.rank + processes.count * index) % count for index in range(share)]
+    with progress_bar("scoring held-out rows", share, console=console) as bar:
         scores = evaluate(
             {name: one for name, (one, *_) in models.items()},
-            sequences,
+            sequences[mine],
             start=recipe.window + recipe.sinks,
-            labels=labels,
+            labels=None if labels is None else labels[mine],
             batch_size=recipe.batch_size,
-            on_batch=lambda done, _: bar.update(done, tokens=round(split.row_tokens)),
+            on_batch=lambda done, _: bar.update(done, tokens=round(split.row_tokens * processes.count)),
         )
+    shares = processes.all_of(scores)
+    scores = {name: _together([each[name] for each in shares], count) for name in scores}
     gap = scores["window-only"].mean_kl
     rows = []
     for name, score in scores.items():
@@ -70,6 +87,21 @@ def compare(
             }
         )
     return rows
+
+
+def _together(shares: list[Scores], count: int) -> Scores:
+    """The scores of ``count`` rows from those of each process, which had every so-manieth of them."""
+
+    def rows(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(parts, 1).flatten(0, 1)[:count]  # (N, P)
+
+    return Scores(
+        rows([each.nll for each in shares]),
+        rows([each.kl for each in shares]),
+        rows([each.correct for each in shares]),
+        shares[0].start,
+        rows([each.scored for each in shares]),
+    )
 
 
 def title(recipe: Recipe, split: Split) -> str:

@@ -12,20 +12,25 @@ import torch
 import yaml
 from rich.console import Console
 from transformers import PrinterCallback, TrainerState
+from transformers.utils import logging
 
 import retrofit
+from distill import same_run
 from distill.arguments import CHECKPOINTING, DistillArguments
 from distill.checkpoint import STATE, checkpoints, damage, step_of
 from distill.data import Split, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
+from distill.outcome import EXIT_STATUS
+from distill.processes import Processes, join, settings
 from distill.progress import ProgressCallback, RunLog, progress_bar, seconds
 from distill.recipe import Recipe, read_recipe
 from distill.reporting import reporters
 from distill.results import COLUMNS, card_details, compare, title
 from distill.start import build_model
-from distill.stopping import EXIT_STATUS, StopOnSignal
-from distill.trainer import DistillTrainer
+from distill.stopping import StopOnSignal
+from distill.trainer import DRAFT, DistillTrainer
+from distill.zero import find_config, gathered, is_partitioned, whole
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.adapter import WEIGHTS, load_memory_weights
@@ -46,6 +51,9 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     ``metrics.json``, ``log.jsonl`` (everything logged), ``recipe.yaml`` (this run's) and ``checkpoint-*/``. Ctrl-C and
     SIGTERM write a checkpoint, say how to resume and exit with status 130.
 
+    Under torchrun (``retrofit distill --nproc N`` is that) every process calls it; the first one prints and writes, and
+    the others return nothing.
+
     Args:
         resume: continue the run in ``recipe.output`` from its last checkpoint.
         overwrite: replace an earlier run in ``recipe.output``.
@@ -55,53 +63,69 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         SystemExit: with status 130, when interrupted.
     """
     base, data, output = recipe.places()
-    console = Console(stderr=True)
+    processes = join(deepspeed=find_config(recipe.deepspeed) is not None)
+    console = Console(stderr=True, quiet=not processes.main)
+    if not processes.main:
+        logging.disable_progress_bar()
     if resume:
         _check_same_run(recipe, output)
-    else:
+    elif processes.main:
         check_output(output, overwrite, inputs=[base, data])
-    checkpoint = _last_whole(output, console) if resume else None
+    # the main process looks for all: what one finds while another is at work would differ
+    found = _last_whole(output, console, processes.count, recipe.deepspeed) if resume and processes.main else None
+    checkpoint = processes.same(found)
 
     kind = find_kind(recipe.memory)
     kind.read_options(recipe.options)
     if not kind.trainable:
         raise RetrofitError(f"memory {recipe.memory!r} has nothing to fit: export it as it is with `retrofit patch`")
     reporters(recipe.report_to)
-    load_config(base)  # no such base, or no family of ours: said before anything is tokenised
-    tokenizer = load_tokenizer(base)
-    console.print(f"reading {data}", highlight=False)
-    split = load_rows(
-        data,
-        tokenizer,
-        seq_len=recipe.seq_len,
-        holdout=recipe.holdout,
-        eval_rows=recipe.eval_rows,
-        name=recipe.data_name,
-        revision=recipe.data_revision,
-        split=recipe.data_split,
-        data_format=recipe.data_format,
-        min_length=recipe.min_length,
-        max_samples=recipe.max_samples,
-        streaming=recipe.streaming,
-    )
+    with processes.main_first():
+        load_config(base)  # no such base, or no family of ours: said before anything is tokenised
+        tokenizer = load_tokenizer(base)
+        console.print(f"reading {data}", highlight=False)
+        split = load_rows(
+            data,
+            tokenizer,
+            seq_len=recipe.seq_len,
+            holdout=recipe.holdout,
+            eval_rows=recipe.eval_rows,
+            name=recipe.data_name,
+            revision=recipe.data_revision,
+            split=recipe.data_split,
+            data_format=recipe.data_format,
+            min_length=recipe.min_length,
+            max_samples=recipe.max_samples,
+            streaming=recipe.streaming,
+        )
     split.check_scored(recipe.window + recipe.sinks, recipe.eval_rows)
     if not recipe.streaming:
         console.print(split.sentence(), highlight=False, soft_wrap=True)
+    this_run = same_run.describe(split.train, split.held_out.head(recipe.eval_rows), processes.count)
+    if resume:
+        same_run.check(output, this_run)
     model = build_model(recipe, fresh=checkpoint is not None)
-    if not resume:
-        _clear(output)
-        write_text(output / RECIPE_FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
+    sizes = {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()}
+    if processes.main:
+        shutil.rmtree(output / DRAFT, ignore_errors=True)  # of a run that was killed while it saved
+        if not resume:
+            _clear(output)
+            write_text(output / RECIPE_FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
+            same_run.write(output, this_run)
 
     try:
-        state = _fit(model, recipe, split, output, checkpoint, console)
+        trainer, state = _fit(model, recipe, split, output, checkpoint, console, processes)
         if recipe.streaming:  # only now is it known
             console.print(split.sentence(), highlight=False, soft_wrap=True)
-        rows = compare(model, recipe, split, seconds(state), console)
+        rows = compare(model, recipe, split, seconds(state), console, processes)
     except KeyboardInterrupt:
         saved = checkpoints(output)
         at = f"at step {step_of(saved[-1])} of {recipe.steps}" if saved else "before its first checkpoint"
         again = f"retrofit distill {shlex.quote(str(output / RECIPE_FILE))} --resume"
+        if processes.count > 1:
+            again += f" --nproc {processes.count}"
         console.print(f"stopped {at}; continue with:\n  {again}", highlight=False, soft_wrap=True)
+        processes.leave()
         raise SystemExit(EXIT_STATUS) from None
 
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -110,22 +134,29 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         "rows": rows,
         "tokens": split.tokens,
         "data": split.counts.to_dict(),
-        "parameters": {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()},
+        "parameters": sizes,
         "curve": state.log_history,
         "command": command,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")}
         | {"python": platform.python_version()},
     }
     details = card_details(recipe, split, rows, command)
-    retrofit.save_adapter(model, output / "adapter", overwrite=True, details=details)
-    if recipe.lora:
-        with write_folder(output / LORA, overwrite=True) as draft:
-            save_lora(model, draft)
-        merge_lora(model)
-    export_model(model, output / "model", tokenizer, overwrite=True, details=details)
-    write_json(output / "metrics.json", finite(metrics))  # a gradient's norm in the curve may be infinite
-    print_table(title(recipe, split), rows, COLUMNS)
-    return metrics
+    with gathered(parameter for _, parameter in model.memory_parameters()):
+        if processes.main:
+            of_base = trainer.of_base if trainer else None
+            retrofit.save_adapter(model, output / "adapter", overwrite=True, details=details, of_base=of_base)
+    if processes.main:
+        if recipe.lora:
+            with write_folder(output / LORA, overwrite=True) as draft:
+                save_lora(model, draft)
+            merge_lora(model)
+        if is_partitioned(model):
+            model = whole(base, output / "adapter", recipe.dtype)
+        export_model(model, output / "model", tokenizer, overwrite=True, details=details)
+        write_json(output / "metrics.json", finite(metrics))  # a gradient's norm in the curve may be infinite
+        print_table(title(recipe, split), rows, COLUMNS)
+    processes.leave()
+    return metrics if processes.main else {}
 
 
 def _check_same_run(recipe: Recipe, output: Path) -> None:
@@ -140,10 +171,10 @@ def _check_same_run(recipe: Recipe, output: Path) -> None:
         raise RetrofitError(f"the run in {output} was started with other settings: {what}; resume it with {path}")
 
 
-def _last_whole(output: Path, console: Console) -> Path | None:
+def _last_whole(output: Path, console: Console, processes: int = 1, deepspeed: str | None = None) -> Path | None:
     """The last checkpoint of a run that can be gone on from; those after it are named."""
     for checkpoint in reversed(checkpoints(output)):
-        reason = damage(checkpoint)
+        reason = damage(checkpoint, processes, deepspeed is not None)
         if not reason:
             return checkpoint
         said = f"{checkpoint} cannot be used, {reason}: going back to the one before it"
@@ -155,23 +186,29 @@ def _clear(output: Path) -> None:
     """Remove an earlier run, and nothing else, from the output folder."""
     for path in [output / "adapter", output / LORA, output / "model", *checkpoints(output)]:
         shutil.rmtree(path, ignore_errors=True)
-    for name in (RECIPE_FILE, "metrics.json", "log.jsonl"):
+    for name in (RECIPE_FILE, same_run.FILE, "metrics.json", "log.jsonl"):
         (output / name).unlink(missing_ok=True)
 
 
 def _fit(
-    model: Any, recipe: Recipe, split: Split, output: Path, checkpoint: Path | None, console: Console
-) -> TrainerState:
-    """Train the memory, from ``checkpoint`` if there is one.
+    model: Any,
+    recipe: Recipe,
+    split: Split,
+    output: Path,
+    checkpoint: Path | None,
+    console: Console,
+    processes: Processes,
+) -> tuple[DistillTrainer | None, TrainerState]:
+    """Train the memory, from ``checkpoint`` if there is one; no trainer if that is the last step's.
 
     Raises:
         KeyboardInterrupt: asked to stop; a checkpoint was written.
     """
     if checkpoint is not None and step_of(checkpoint) >= recipe.steps:
-        load_memory_weights(model, checkpoint / WEIGHTS)
+        load_memory_weights(model.to(processes.device), checkpoint / WEIGHTS)
         if recipe.lora:
             load_lora(model, checkpoint / LORA)
-        return TrainerState.load_from_json(str(checkpoint / STATE))
+        return None, TrainerState.load_from_json(str(checkpoint / STATE))
     checkpointing: dict[str, Any] = {CHECKPOINTING: recipe.gradient_checkpointing}
     args = DistillArguments(
         output_dir=str(output),
@@ -199,6 +236,7 @@ def _fit(
         disable_tqdm=True,
         report_to=reporters(recipe.report_to),
         **checkpointing,
+        **settings(find_config(recipe.deepspeed)),
     )
     trainer = DistillTrainer(model, args, split.train, split.held_out.head(recipe.eval_rows), split.collator)
     trainer.remove_callback(PrinterCallback)
@@ -209,6 +247,6 @@ def _fit(
         trainer.add_callback(ProgressCallback(bar, round(split.row_tokens * rows)))
         trainer.add_callback(stop)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if stop.received is not None:
+    if stop.stopped:
         raise KeyboardInterrupt
-    return trainer.state
+    return trainer, trainer.state

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: finish the step, write a checkpoint, stop. A second Ctrl-C stops at once."""
+"""Ctrl-C and SIGTERM: finish the step, write a checkpoint, stop. A second Ctrl-C stops at once.
+
+A signal reaches the processes of a run in different steps, or only some of them: they agree at the end of each step.
+"""
 
 import signal
 from types import FrameType
@@ -7,20 +10,23 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from distill.processes import any_of
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-EXIT_STATUS = 130  # what a shell reports for a program ended by Ctrl-C
 
 
 class StopOnSignal(TrainerCallback):
     """Turns the first signal into a checkpoint at the end of the running step. Use it as a context manager too.
 
     Attributes:
-        received: the signal that asked the run to stop, None while none has.
+        received: the signal that asked this process to stop, None while none has.
+        stopped: whether the run stops, because of a signal to any of its processes.
     """
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.received: int | None = None
+        self.stopped = False
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopOnSignal":
@@ -34,7 +40,8 @@ class StopOnSignal(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Ask the trainer to save and stop, once a signal has come."""
-        if self.received is not None:
+        self.stopped = any_of(self.received is not None, args.device)
+        if self.stopped:
             control.should_save = control.should_training_stop = True
         return control
 

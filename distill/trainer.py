@@ -8,24 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl
 
 from distill.arguments import DistillArguments
 from distill.checkpoint import drop_oldest
+from distill.evenly import EvenRows
+from distill.finite import FiniteGradient
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective
 from distill.rows import longer_than
 from distill.windows import draw_window
+from distill.zero import gathered, is_partitioned, keep_base_out, partition, window_only
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
-from retrofit.baselines import window_only
 from retrofit.evaluate import gap_closed
 from retrofit.families import is_retrofit
+from retrofit.fetch import first_line
+from retrofit.fingerprint import fingerprint
 
 DISTANCES = 20  # powers of two times the window: evaluation tells them apart up to W 2^20 tokens
+TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream")  # in what torch.save says of a full disk
+DRAFT = ".saving"  # folder, inside that of the run, in which a checkpoint is written
 
 
 class DistillTrainer(Trainer):
@@ -64,6 +71,13 @@ class DistillTrainer(Trainer):
         self.objective = Objective(args.loss, args.mse_weight, args.temperature, args.label_shift)
         self.objective.check(model)
         use_cache = model.config.use_cache
+        self.of_base = fingerprint(model)  # while the weights are whole: ZeRO-3 is about to part them
+        args._n_gpu = min(args.n_gpu, 1)  # several GPUs want a process each: nn.DataParallel would copy the model
+        engine = getattr(args, "hf_deepspeed_config", None)
+        if engine is not None and engine.is_zero3() and lora_layers(model):
+            raise RetrofitError("LoRA beside the memory does not go with ZeRO-3, which would save it empty: take zero2")
+        if engine is not None and engine.is_zero3() and not is_partitioned(model):
+            partition(model, engine.config, args.device)
         super().__init__(
             model=model,
             args=args,
@@ -80,6 +94,9 @@ class DistillTrainer(Trainer):
         # our loss is divided by the positions of the whole accumulated batch, so it must not be divided again
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
+        if self.is_deepspeed_enabled:
+            keep_base_out(self.accelerator)
+        self.add_callback(FiniteGradient(self))
         self.window: tuple[int, int] = (model.config.memory["window"], model.config.memory["sinks"])  # W, S
         self._step_window = self.window
         self._draft = ""  # subfolder of the output folder in which a checkpoint is being written
@@ -183,6 +200,8 @@ class DistillTrainer(Trainer):
     def _kl_by_distance(self, model: Any, data: Dataset | None) -> dict[str, float]:
         """Mean KL to the teacher over ``data`` on all ranks, nats: of all scored positions under the key ``""``, and of
         those from W 2^i to W 2^(i + 1) past the window, the first also nearer, under ``"_beyond_{first}"``."""
+        if data is not None and self.args.world_size > 1 and hasattr(data, "__len__"):
+            data = EvenRows(data, self.args.eval_batch_size * self.args.world_size)
         objective = Objective(label_shift=self.args.label_shift)
         window, sinks = self.window
         sums = torch.zeros(2, DISTANCES, dtype=torch.float64, device=self.args.device)
@@ -207,13 +226,14 @@ class DistillTrainer(Trainer):
     # ---- checkpoints ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the memory to ``output_dir``, as an adapter."""
-        if self.args.should_save:
-            folder = output_dir or self._get_output_dir(trial=None)
-            model = self.accelerator.unwrap_model(self.model)
-            save_adapter(model, folder, overwrite=True)
-            if lora_layers(model):
-                save_lora(model, Path(folder) / LORA)
+        """Write the memory to ``output_dir``, as an adapter. Every process calls it, the main one writes."""
+        model = self.accelerator.unwrap_model(self.model)
+        with gathered(parameter for _, parameter in model.memory_parameters()):
+            if self.args.should_save:
+                folder = output_dir or self._get_output_dir(trial=None)
+                save_adapter(model, folder, overwrite=True, of_base=self.of_base)
+                if lora_layers(model):
+                    save_lora(model, Path(folder) / LORA)
         self.accelerator.wait_for_everyone()  # the folder has just been replaced: other ranks write to it from here on
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any | None = None) -> None:
@@ -225,7 +245,7 @@ class DistillTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the checkpoint under another name first: a folder called ``checkpoint-N`` is a whole one."""
         home, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
-        self._draft = ".saving"
+        self._draft = DRAFT
         draft = Path(self._get_output_dir(trial))
         try:
             super()._save_checkpoint(model, trial)
@@ -235,6 +255,15 @@ class DistillTrainer(Trainer):
                 os.replace(draft / name, home / name)
                 if self.args.save_total_limit:
                     drop_oldest(home, keep=self.args.save_total_limit)
+        except (OSError, RuntimeError, RetrofitError) as error:
+            cause = error.__cause__ if isinstance(error.__cause__, SafetensorError) else error
+            writing = isinstance(cause, OSError | SafetensorError) or any(word in str(cause) for word in TORCH_WRITER)
+            if not writing:
+                raise
+            raise RetrofitError(
+                f"the checkpoint of step {self.state.global_step} cannot be written to {home} ({first_line(cause)}): "
+                "the run stopped; make room there and --resume from the checkpoint before"
+            ) from error
         finally:
             self._draft = ""
             if self.args.should_save:

@@ -29,7 +29,14 @@ OF_THE_BASE = ("base", "base_revision", "rotary_dtype")  # of a patched model's 
 PREFIX = "base_model.model."  # PEFT's name for the wrapped model, so that it finds our keys
 
 
-def save_adapter(model: Any, path: str | Path, overwrite: bool = False, details: str = "") -> None:
+def save_adapter(
+    model: Any,
+    path: str | Path,
+    overwrite: bool = False,
+    details: str = "",
+    *,
+    of_base: dict[str, Any] | None = None,
+) -> None:
     """Write ``adapter_config.json``, ``adapter_model.safetensors`` (float32) and a model card to the folder ``path``.
 
     Args:
@@ -37,6 +44,7 @@ def save_adapter(model: Any, path: str | Path, overwrite: bool = False, details:
         path: folder to write; must be empty or new unless ``overwrite``.
         overwrite: replace what is there.
         details: Markdown for the card: the data, the command and the figures of the run that made it.
+        of_base: the base's :func:`fingerprint`, where it was taken before the weights were spread over processes.
 
     Raises:
         RetrofitError: the model has no memory to save, or the folder holds something else.
@@ -56,7 +64,7 @@ def save_adapter(model: Any, path: str | Path, overwrite: bool = False, details:
         "revision": memory.get("base_revision"),
         "inference_mode": True,
         "memory": {key: value for key, value in memory.items() if key not in OF_THE_BASE},
-        "fingerprint": fingerprint(model),
+        "fingerprint": of_base or fingerprint(model),
     }
     with write_folder(path, overwrite) as draft:
         write_json(draft / CONFIG, config)

@@ -109,15 +109,36 @@ def evaluate(
     return {name: Scores(nll, kl, correct, start, scored) for name, (nll, kl, correct) in columns.items()}
 
 
+def hidden_states(model: Any, tokens: Mapping[str, Tensor], decoder: Any = None) -> Tensor:
+    """(B, T, E) last hidden states of a causal LM, without its T x V logits.
+
+    The whole model runs, since wrappers (DDP, DeepSpeed) only see its call: the states are taken on their way to the
+    head, which sees one position.
+
+    Args:
+        model: the causal LM, wrapped or not.
+        tokens: ``input_ids`` and, if there is padding, ``attention_mask``.
+        decoder: the decoder of the model inside the wrapper; by default ``model``'s own.
+    """
+    taken: list[Tensor] = []
+    decoder = model.get_decoder() if decoder is None else decoder
+    handle = decoder.register_forward_hook(lambda _module, _args, output: taken.append(output.last_hidden_state))
+    try:
+        model(**tokens, use_cache=False, logits_to_keep=1)
+    finally:
+        handle.remove()
+    return taken[0]
+
+
 def _hidden(model: Any, ids: Tensor, start: int) -> Tensor:
     """(B, T) ids -> (B, P, E) hidden states of the positions from ``start`` to the last that has a next token."""
-    return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[:, start:-1]
+    return hidden_states(model, {"input_ids": ids})[:, start:-1]
 
 
 def _score(hidden: dict[str, Tensor], head: Any, targets: Tensor) -> dict[str, tuple[Tensor, ...]]:
     """(nll, kl, correct), each (n,), for every entry (n, E) of ``hidden``; ``teacher``, if there, comes first."""
     parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in hidden}
-    chunk = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
+    chunk = max(1, CHUNK_ELEMENTS // head.out_features)  # its weight may be spread over processes
     for at in range(0, max(len(targets), 1), chunk):  # an empty chunk if there is nothing to score
         target = targets[at : at + chunk, None]  # (C, 1)
         reference = None

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from patches.errors import RetrofitError
 
 
@@ -58,6 +60,8 @@ def write_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             os.replace(draft, path)
+    except SafetensorError as error:  # what its writer raises where another would raise OSError: the disk is full, say
+        raise RetrofitError(f"{path} cannot be written, nothing was kept there: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -17,12 +17,13 @@ from torch import Tensor
 import retrofit
 from distill.arguments import DistillArguments
 from distill.loss import chunked_kl
-from distill.objective import student_states, teacher_states
+from distill.objective import teacher_states
 from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.bench.decode import VOCABULARY, check_hidden, random_base
 from retrofit.bench.timing import interleaved, peak_extra_bytes, ratios, spread
+from retrofit.evaluate import hidden_states
 
 ONE, TWO, PARTS = "step", "two-model step", "parts, summed"
 TEACHER, STUDENT, LOSS, BACKWARD = "teacher forward", "student forward", "loss", "backward"
@@ -101,7 +102,7 @@ class Parts:
         tokens = {"input_ids": self.batch["input_ids"]}
         head = self.model.get_output_embeddings()
         teacher = _timed(seconds, TEACHER, lambda: teacher_states(self.model, tokens))
-        student = _timed(seconds, STUDENT, lambda: student_states(self.model, self.model, tokens))
+        student = _timed(seconds, STUDENT, lambda: hidden_states(self.model, tokens))
         past = slice(self.lossless, -1)
         loss = _timed(
             seconds, LOSS, lambda: chunked_kl(student[0, past], teacher[0, past], head.weight, head.bias).mean()
@@ -146,7 +147,7 @@ def _two_model_step(model: Any, teacher: Any, batch: dict[str, Tensor], lossless
     """As tools with a second teacher model do it; with our loss, so that only the second copy differs."""
     tokens, past = {"input_ids": batch["input_ids"]}, slice(lossless, -1)
     head = model.get_output_embeddings()
-    states = student_states(model, model, tokens)[0, past]
+    states = hidden_states(model, tokens)[0, past]
     chunked_kl(states, teacher_states(teacher, tokens)[0, past], head.weight, head.bias).mean().backward()
 
 

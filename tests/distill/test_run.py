@@ -66,7 +66,7 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.S
 def test_a_run_writes_everything(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = distill(recipe)
     run = Path(str(recipe.output))
-    names = {"adapter", "model", "metrics.json", "log.jsonl", "recipe.yaml", "checkpoint-4", "checkpoint-6"}
+    names = {"adapter", "model", "metrics.json", "log.jsonl", "recipe.yaml", "run.json", "checkpoint-4", "checkpoint-6"}
     assert {path.name for path in run.iterdir()} == names
     assert json.loads((run / "metrics.json").read_text()) == metrics
 

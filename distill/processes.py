@@ -1,0 +1,138 @@
+"""The processes of one run: who writes, who goes first, what all agree on. A single process needs none of it."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from distill.zero import prepare_for_cpu
+from patches.errors import RetrofitError
+
+T = TypeVar("T")
+# the first process tokenises while the others wait, which may take longer than the half hour that is torch's default
+PATIENCE = timedelta(hours=6)
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find out by itself, and say so on stdout
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of its run.
+
+    Attributes:
+        rank: its number, 0 for the one that prints and writes.
+        count: how many there are on all machines.
+        device: where this one computes.
+        ours: whether :func:`join` made the process group, and :meth:`leave` ends it.
+    """
+
+    rank: int = 0
+    count: int = 1
+    device: str = "cpu"
+    ours: bool = False
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        if self.count > 1:
+            dist.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The block in one process of each machine, then in the others, which find what it has fetched or cached."""
+        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        if not first:
+            self.wait()
+        yield
+        if first:
+            self.wait()
+
+    def same(self, value: T) -> T:
+        """The main process's ``value``, in every process."""
+        if self.count == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device(self.device))
+        return box[0]
+
+    def all_of(self, value: T) -> list[T]:
+        """The ``value`` of each process, by rank."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
+
+    def leave(self) -> None:
+        """Once nothing is left to do together."""
+        if self.ours:
+            self.wait()
+            dist.destroy_process_group()
+
+
+def started_together() -> bool:
+    """Whether a launcher (ours, torchrun, accelerate launch) started this process as one of several, or one of one."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join(deepspeed: bool) -> Processes:
+    """Meet the other processes of this run, by NCCL with GPUs and by gloo without.
+
+    Raises:
+        RetrofitError: the launcher asks for FSDP, which is not supported, or for DeepSpeed when the recipe does not.
+    """
+    cuda = torch.cuda.is_available()
+    if not started_together():
+        return Processes(device="cuda" if cuda else "cpu")
+    from accelerate import PartialState
+
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise RetrofitError(
+            "FSDP is not supported: leave it out of accelerate's configuration and pass --deepspeed zero3"
+        )
+    if not deepspeed and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise RetrofitError(
+            "accelerate's configuration asks for DeepSpeed: leave it out there, and pass --deepspeed FILE"
+        )
+    ours = not dist.is_initialized()
+    if deepspeed:
+        # use_cpu=True or ACCELERATE_USE_CPU would have the DeepSpeed configuration ignored without a word, and without
+        # a backend named here every process would take itself for the only one
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+        warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # DeepSpeed's calls
+        if not cuda:
+            prepare_for_cpu()
+        state = PartialState(backend="nccl" if cuda else "gloo", timeout=PATIENCE)
+    else:
+        state = PartialState(cpu=not cuda, timeout=PATIENCE)
+    return Processes(state.process_index, state.num_processes, str(state.device), ours)
+
+
+def settings(deepspeed: Path | None) -> dict[str, Any]:
+    """What ``TrainingArguments`` need to take the processes as :func:`join` has set them up."""
+    if not started_together():
+        return {}
+    if deepspeed is not None:
+        return {"deepspeed": str(deepspeed), "accelerator_config": {"use_configured_state": True}}
+    return {"use_cpu": not torch.cuda.is_available(), "accelerator_config": {"use_configured_state": True}}
+
+
+def any_of(flag: bool, device: torch.device) -> bool:
+    """Whether ``flag`` is set in any process; all get the same answer at the same call."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return flag
+    box = torch.tensor([float(flag)], device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return bool(box.item())

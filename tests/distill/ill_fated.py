@@ -1,0 +1,40 @@
+"""The command line in a process, alone or the second of two, that meets with something in its third step or after it.
+
+First argument: ``signal`` (to the process that started it), ``nan``, ``kill``, or ``kill-saving`` (its second
+checkpoint); then the command.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+import cli
+from distill.trainer import DistillTrainer
+
+compute_loss, save_rng_state = DistillTrainer.compute_loss, DistillTrainer._save_rng_state
+second = os.environ.get("RANK", "1") == "1"
+
+
+def _compute_loss(self: DistillTrainer, model: Any, *args: Any, **kwargs: Any) -> Any:
+    loss = compute_loss(self, model, *args, **kwargs)
+    if self.state.global_step == 2 and second:
+        if fate == "signal":
+            os.kill(os.getppid(), signal.SIGTERM)
+        elif fate == "nan":
+            loss = loss * float("nan")  # finite when it was looked at: its gradient is not
+        elif fate == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return loss
+
+
+def _save_rng_state(self: DistillTrainer, *args: Any) -> None:
+    if fate == "kill-saving" and self.state.global_step > 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    save_rng_state(self, *args)
+
+
+fate = sys.argv.pop(1)
+DistillTrainer.compute_loss = _compute_loss
+DistillTrainer._save_rng_state = _save_rng_state
+cli.main()

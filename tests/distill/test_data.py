@@ -194,6 +194,7 @@ def test_the_second_load_does_not_tokenise(
     load_rows(source, chat_tokenizer, seq_len=32)
     load_rows(source, chat_tokenizer, seq_len=64, max_samples=8, holdout=0.2)
     other = load_tokenizer(str(save(chat_tokenizer, tmp_path / "same")))
+    other("some text", truncation=True, max_length=2, padding="max_length")  # it remembers, and it does not matter
     load_rows(source, other, seq_len=64)
     assert len(read) == 2  # the same tokenizer, loaded from another place, is the same
     other.chat_template = other.chat_template.replace("\n", " ")

@@ -76,6 +76,8 @@ def test_conversations_are_those_of_the_cached_form(tmp_path: Path, chat_tokeniz
     assert counts == whole.counts.to_dict() | {"read": counts["read"], "short": counts["short"]}
     assert 0 < counts["short"] <= whole.counts.short  # those up to the last row that was taken
     assert counts["truncated"] > 0
+    list(islice(split.train, len(rows) - 2))
+    assert split.counts.to_dict() == counts  # of this reading alone
 
 
 @pytest.mark.parametrize("saved", [False, True])

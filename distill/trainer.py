@@ -1,6 +1,5 @@
 """The trainer: transformers' own, with the model's full-attention self as teacher and only the memory trained."""
 
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,11 +11,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl
 
 from distill.arguments import DistillArguments
 from distill.checkpoint import drop_oldest
 from distill.evenly import EvenRows
+from distill.finite import FiniteGradient
 from distill.loss import chunked_kl, scored_positions
 from distill.windows import draw_window
 from distill.zero import gathered, is_partitioned, keep_base_out, partition, window_only
@@ -274,32 +274,3 @@ class DistillTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return os.path.join(super()._get_output_dir(trial), self._draft)
-
-
-class FiniteGradient(TrainerCallback):
-    """Stops a run whose gradient is NaN or infinite before that can reach a checkpoint."""
-
-    def __init__(self, trainer: DistillTrainer) -> None:
-        self.trainer = trainer
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """The step is not applied, except under DeepSpeed, which applies it in its backward pass.
-
-        Raises:
-            RetrofitError: with the step named.
-        """
-        trainer = self.trainer
-        if trainer.is_deepspeed_enabled:
-            norm = trainer.deepspeed.get_global_grad_norm()
-            finite = norm is None or 0 <= float(norm) < math.inf  # DeepSpeed says -1 where there is none
-        else:
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            gradients = [p.grad for _, p in model.memory_parameters() if p.grad is not None]
-            finite = bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all())
-        if not finite:
-            raise RetrofitError(
-                f"the gradient is not finite at step {state.global_step + 1}: the run stopped and nothing of this step "
-                "was saved; start again with a smaller learning rate, or look at the data it had reached"
-            )

@@ -1,6 +1,6 @@
 """The command line in a process, alone or the second of two, that meets with something in its third step or after it.
 
-First argument: ``signal`` (to the process that started it), ``nan``, ``kill``, or ``kill-saving`` (its second
+First argument: ``signal`` (it can still finish the step), ``nan``, ``kill``, or ``kill-saving`` (its second
 checkpoint); then the command.
 """
 
@@ -20,7 +20,7 @@ def _kl_sum(self: DistillTrainer, student: Any, *args: Any) -> Any:
     loss, count = kl_sum(self, student, *args)
     if self.state.global_step == 2 and second and student.training:
         if fate == "signal":
-            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
         elif fate == "nan":
             loss = loss * float("nan")
         elif fate == "kill":

@@ -1,4 +1,4 @@
-"""Stops a run whose gradient is NaN or infinite before that can reach a checkpoint."""
+"""A gradient that is NaN or infinite ends the run before it can reach a checkpoint."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from patches.errors import RetrofitError
 
 
 class FiniteGradient(TrainerCallback):
-    """Stops a run whose gradient is NaN or infinite before that can reach a checkpoint."""
+    """Looks at the memory's gradients before each step of ``trainer``, a :class:`distill.trainer.DistillTrainer`."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -23,13 +23,12 @@ class FiniteGradient(TrainerCallback):
         Raises:
             RetrofitError: with the step named.
         """
-        trainer = self.trainer
-        if trainer.is_deepspeed_enabled:
-            norm = trainer.deepspeed.get_global_grad_norm()
+        if self.trainer.is_deepspeed_enabled:
+            norm = self.trainer.deepspeed.get_global_grad_norm()
             finite = norm is None or 0 <= float(norm) < math.inf  # DeepSpeed says -1 where there is none
         else:
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]  # LoRA's too
             finite = bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all())
         if not finite:
             raise RetrofitError(

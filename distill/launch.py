@@ -138,8 +138,6 @@ def _relayed_signals() -> Iterator[list[int]]:
         processes = psutil.Process().children()
         if not processes:
             raise KeyboardInterrupt  # not started yet
-        if len(received) == 1:
-            print("stopping after this step, with a checkpoint (once more: at once, without)", file=sys.stderr)
         for process in processes:
             process.send_signal(signal.SIGTERM)
 

@@ -1,6 +1,6 @@
 """The command line in a process, alone or the second of two, that meets with something in its third step or after it.
 
-First argument: ``signal`` (to the process that started it), ``nan``, ``kill``, or ``kill-saving`` (its second
+First argument: ``signal`` (it can still finish the step), ``nan``, ``kill``, or ``kill-saving`` (its second
 checkpoint); then the command.
 """
 
@@ -20,7 +20,7 @@ def _compute_loss(self: DistillTrainer, model: Any, *args: Any, **kwargs: Any) -
     loss = compute_loss(self, model, *args, **kwargs)
     if self.state.global_step == 2 and second:
         if fate == "signal":
-            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
         elif fate == "nan":
             loss = loss * float("nan")  # finite when it was looked at: its gradient is not
         elif fate == "kill":

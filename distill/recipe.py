@@ -15,6 +15,8 @@ CHOICES = {
     "others": ("full", "window"),
     "window_sampling": ("fixed", "ahn"),
     "label_shift": ("next", "ahn"),
+    "loss": ("kl", "ce", "mse"),
+    "data_format": ("auto", "text", "chat"),
     "dtype": ("auto", "float32", "bfloat16"),
 }
 # key: (smallest value, is it itself allowed)
@@ -36,6 +38,7 @@ BOUNDS = {
     "weight_decay": (0, True),
     "warmup": (0, True),
     "holdout": (0, False),
+    "min_length": (0, True),
 }
 
 
@@ -64,6 +67,9 @@ class Recipe:
 
     # the data
     seq_len: int = 512
+    data_format: str = "auto"  # "text" packed into rows, or "chat", a conversation per row
+    min_length: int = 0  # conversations of so many tokens or fewer are left out
+    max_samples: int | None = None  # no more conversations or documents than these
     holdout: float = 0.1  # share of the tokens, from the end, that is never trained on
     eval_rows: int = 48  # held-out rows that are scored
 
@@ -71,13 +77,16 @@ class Recipe:
     steps: int = 600
     batch_size: int = 4  # rows per process and micro-batch
     gradient_accumulation_steps: int = 1
+    loss: str = "kl"  # KL to the teacher; "ce" and "mse" are ablations
     lr: float = 1e-2
+    adam_beta2: float = 0.98
     warmup: float = 0.1  # steps, or below 1 their share of all steps
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     temperature: float = 1.0
     label_shift: str = "next"
     gradient_checkpointing: bool = False
+    deepspeed: str | None = None  # "zero2", "zero3" or a DeepSpeed configuration's file
     seed: int = 0
 
     # how often

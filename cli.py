@@ -408,8 +408,15 @@ def recipes_check(
     """Validate recipes; without an argument, all that come with the package."""
     from distill.recipe import load_recipe, shipped_recipes
 
+    from patches.errors import RetrofitError
+    from patches.kinds import find_kind
+
     for name in names or shipped_recipes():
-        load_recipe(name)
+        recipe = load_recipe(name)
+        try:
+            find_kind(recipe.memory).read_options(recipe.options)
+        except RetrofitError as error:
+            raise RetrofitError(f"{name}: {error}") from None
         typer.echo(f"{name}: valid")
 
 

@@ -149,14 +149,16 @@ def table(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) ->
 
 def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) -> list[str]:
     """The figures that hang on nothing but the recipe, in words, and how far they can be trusted."""
-    windows = ", ".join(f"{W} + {S} ({count} steps)" for (W, S), count in sorted(plan.windows.items()))
-    several = f"{len(plan.windows)} windows (W + S), drawn as the run will draw them: " if len(plan.windows) > 1 else ""
-    flops = f"{plan.step_flops_plain / 1e12:,.1f}, {plan.step_flops_checkpointed / 1e12:,.1f} with checkpointing"
+    totals = Counter({W + S: 0 for W, S in plan.windows})
+    for (W, S), count in plan.windows.items():
+        totals[W + S] += count
+    drawn = ", ".join(f"{total} tokens in {count} steps" for total, count in sorted(totals.items()))
+    flops = f"{plan.step_flops_plain / 1e12:,.3g}, {plan.step_flops_checkpointed / 1e12:,.3g} with checkpointing"
     chosen = "on" if recipe.gradient_checkpointing else "off"
     return [
         f"base: {recipe.base}, {plan.base_parameters:,} parameters, frozen ({plan.origin})",
         f"trained: {plan.trained:,} parameters ({plan.trained / plan.base_parameters:.2%} of the base)",
-        f"window: {several}{windows}; scored positions per row: {plan.scored:,.0f} at most",
+        f"sinks and window: {drawn}; scored positions per row: {plan.scored:,.0f} at most",
         f"TFLOP per step and GPU: {flops} (it is {chosen})",
         f"hours: {hours(plan, recipe, peak_tflops, utilisation):,.2f} for {recipe.steps} steps on any number of GPUs, at "
         f"{utilisation:.0%} of {peak_tflops:,.0f} TFLOP/s (989 is H100 and H200, dense bfloat16), full rows",

@@ -68,6 +68,13 @@ def step_bytes(
     return two + (config.num_hidden_layers - 2) * more
 
 
+def checkpoint_layers(model: Any) -> None:
+    """Recompute each layer in the backward pass; the switch has been renamed since transformers 5.0."""
+    name = "activation_checkpointing_enable"
+    enable = getattr(model, name) if hasattr(model, name) else model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def _run(
     config: Any, settings: MemoryConfig, rows: int, tokens: int, dtype: torch.dtype, checkpointing: bool, layers: int
 ) -> int:
@@ -78,7 +85,7 @@ def _run(
     with FakeTensorMode():
         model = _materialise(skeleton(small, every), dtype)
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model)
         ids = torch.zeros(rows, tokens, dtype=torch.long)
         start = settings.window + settings.sinks
         head = model.get_output_embeddings().weight

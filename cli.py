@@ -132,6 +132,7 @@ def demo(
     epilog=example(
         "retrofit distill Qwen/Qwen2.5-0.5B --data corpus.txt --window 512 --seq-len 4096 -o runs/first",
         "retrofit distill my-recipe.yaml --seed 1 --set eval_steps=50 -o runs/second",
+        "retrofit distill qwen2.5-7b-ahn-gdn --dry-run",
     )
 )
 def distill(
@@ -164,6 +165,9 @@ def distill(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other recipe key.")] = None,
     init_adapter: Annotated[str | None, typer.Option(help="Adapter or AHN weights to go on from.")] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run will take; needs no weights.")] = False,
+    utilisation: Annotated[float, typer.Option(min=1e-3, max=1, help="Share of the peak, for --dry-run.")] = 0.45,
+    peak_tflops: Annotated[float, typer.Option(min=1e-3, help="Of a GPU, for --dry-run; H100's and H200's.")] = 989,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in DIR.")] = False,
     overwrite: Overwrite = False,
     json_file: Json = None,
@@ -183,6 +187,11 @@ def distill(
         flags["options"] = _pairs("--option", option)
     where = source if is_recipe else "flags"
     recipe = Recipe.from_dict({**values, **flags, **_pairs("--set", set_)}, where)
+    if dry_run:
+        from distill.dry_run import dry_run as look
+
+        look(recipe, peak_tflops=peak_tflops, utilisation=utilisation, json_file=json_file)
+        return
     machines = Machines(nproc, nnodes, node_rank, master_addr, master_port)
     if machines.needed(deepspeed=recipe.deepspeed is not None):
         launch([__file__, *sys.argv[1:]], machines)
@@ -254,6 +263,54 @@ def convert(
     retrofit.save_adapter(model, output, overwrite)
     added = sum(parameter.numel() for _, parameter in model.memory_parameters())
     typer.echo(f"{output}: adapter, memory {model.config.memory['kind']}, {added:,} parameters")
+
+
+@app.command(
+    epilog=example(
+        "retrofit estimate Qwen2.5-7B --memory kvm --window 8064 --length 128000 --dtype bfloat16",
+        "retrofit estimate --paper",
+    )
+)
+def estimate(
+    base: Annotated[
+        str | None, typer.Argument(metavar="[BASE]", help="Folder, config.json, Hub id or Qwen2.5-3B.")
+    ] = None,
+    memory: Memory = "ahn-gdn",
+    window: Window = 32640,
+    sinks: Sinks = 128,
+    length: Length = 128000,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
+    option: Options = None,
+    peak_tflops: Annotated[float | None, typer.Option(min=1e-3, help="Of your device, with --bandwidth.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=1e-3, help="Of its memory, GB/s.")] = None,
+    paper: Annotated[bool, typer.Option("--paper", help="The AHN paper's table, by its own conventions.")] = False,
+    json_file: Json = None,
+) -> None:
+    """What a memory costs and saves: parameters, operations, cache, bytes per token. Needs a configuration only."""
+    from retrofit import estimate as honest
+    from retrofit import paper_table
+    from retrofit.table import print_table, write_rows
+
+    if (base is None) != paper:
+        raise typer.BadParameter("give a BASE, or --paper for the table of the AHN paper (its bases are built in)")
+    if (peak_tflops is None) != (bandwidth is None):
+        raise typer.BadParameter("--peak-tflops and --bandwidth go together: seconds need both")
+    if paper:
+        rows = paper_table.paper_rows()
+        print_table("AHN paper: 128,000 tokens, S = 128, W = 32640, 4-byte cache", rows, paper_table.COLUMNS)
+        typer.echo(paper_table.NOTE)
+    else:
+        device = honest.Device(peak_tflops, bandwidth) if peak_tflops and bandwidth else None
+        options = _pairs("--option", option)
+        how = {"batch": batch, "dtype": dtype, "device": device}
+        rows, said = honest.estimate(str(base), memory, window, sinks, length, **how, **options)
+        print_table(said, rows, honest.COLUMNS)
+        typer.echo(honest.LEGEND)
+        if device:
+            print_table("\nat least, at the device's peaks", rows, honest.SECONDS)
+    if json_file is not None:
+        write_rows(json_file, rows)
 
 
 @app.command(epilog=example('retrofit generate runs/first/model --prompt "Once upon a time" --max-new-tokens 200'))
@@ -476,9 +533,15 @@ def recipes_check(
 ) -> None:
     """Validate recipes; without an argument, all that come with the package."""
     from distill.recipe import load_recipe, shipped_recipes
+    from patches.errors import RetrofitError
+    from patches.kinds import find_kind
 
     for name in names or shipped_recipes():
-        load_recipe(name)
+        recipe = load_recipe(name)
+        try:
+            find_kind(recipe.memory).read_options(recipe.options)
+        except RetrofitError as error:
+            raise RetrofitError(f"{name}: {error}") from None
         typer.echo(f"{name}: valid")
 
 

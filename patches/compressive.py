@@ -77,6 +77,11 @@ class Compressive(Memory):
     def state_elements(self) -> int:
         return (self.rows + self.tail) * 2 * self.kv_heads * self.head_dim
 
+    def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
+        if tokens is not None and tokens <= self.capacity:
+            return 0
+        return self.state_elements() * dtype.itemsize  # pooled rows stay in the cache's own dtype
+
     def reset_parameters(self) -> None:
         pass
 

@@ -140,10 +140,13 @@ class Eviction(Memory):
         """
         return q, k
 
-    def state_elements(self) -> int:
-        rows = self.capacity
-        kept = 2 * self.kv_heads * self.head_dim * (rows - self.window - self.sinks)
-        return kept + self._sets * rows * (2 if self.observes else 1)
+    def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
+        """As for every memory: rows beyond S + W, positions (int32) and scores of all rows."""
+        score = torch.promote_types(dtype, torch.float32).itemsize if self.observes else 0
+        if tokens is not None and tokens <= self.capacity:
+            return self._sets * tokens * score  # scores are kept from the first token on
+        kept = 2 * self.kv_heads * self.head_dim * (self.capacity - self.window - self.sinks) * dtype.itemsize
+        return kept + self._sets * self.capacity * (torch.int32.itemsize + score)
 
     def reset_parameters(self) -> None:
         pass

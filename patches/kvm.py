@@ -206,6 +206,13 @@ class KVM(Memory):
             rows = self.schedule.rows(max(1, (self.longest - self.sinks - self.window) // self.chunk))
         return rows * self.kv_heads * self._row_elements
 
+    def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
+        if tokens is None or tokens <= self.capacity:
+            return super().state_bytes(dtype, tokens)
+        blocks = (tokens - self.sinks - 1) // self.chunk + 1 - self.window // self.chunk
+        elements = self.schedule.rows(blocks) * self.kv_heads * self._row_elements
+        return elements * torch.promote_types(dtype, torch.float32).itemsize
+
     def write_gates(self, x: Tensor) -> Tensor:
         """``1 + ELU(W_g x)`` of each key/value head, ``(B, n, H_kv)``, float32 or wider."""
         wide = torch.promote_types(x.dtype, torch.float32)

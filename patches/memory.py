@@ -117,6 +117,16 @@ class Memory(nn.Module):
         """Elements (float32) of the state that one sequence needs in this layer, besides sinks and window."""
         raise NotImplementedError
 
+    def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
+        """Bytes of the state of one sequence in this layer of a ``dtype`` model, besides sinks and window.
+
+        Args:
+            tokens: of the sequence so far; None means a long one. Up to ``capacity`` there is nothing yet.
+        """
+        if tokens is not None and tokens <= self.capacity:
+            return 0
+        return self.state_elements() * torch.promote_types(dtype, torch.float32).itemsize
+
     def reset_parameters(self) -> None:
         """Initialise every parameter by functions of ``transformers.initialization``, which leave loaded ones alone."""
         raise NotImplementedError

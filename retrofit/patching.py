@@ -74,11 +74,7 @@ def patch(
     settings = MemoryConfig(memory, window, sinks, layers, others, options, name, revision, rounded)
     settings.patched_layers(base.config.num_hidden_layers)
     check_base(base.config, window, sinks)
-    values = {key: value for key, value in base.config.to_dict().items() if key not in NOT_INHERITED}
-    config = family.config(**values, memory=settings.to_dict())
-    config._attn_implementation = base.config._attn_implementation
-    with torch.device("meta"):
-        model = family.causal_lm(config)
+    model = skeleton(base.config, settings)
     _share(base, model)
     model.generation_config = copy.deepcopy(base.generation_config)
     if getattr(base, "hf_device_map", None) and len(set(base.hf_device_map.values())) > 1:
@@ -86,6 +82,16 @@ def patch(
 
         model = dispatch_model(model, base.hf_device_map)
     return model.train(base.training)
+
+
+def skeleton(config: Any, settings: MemoryConfig) -> Any:
+    """The patched model of a base's configuration, every tensor on the meta device: shapes without weights."""
+    family = find_family(config)
+    values = {key: value for key, value in config.to_dict().items() if key not in NOT_INHERITED}
+    ours = family.config(**values, memory=settings.to_dict())
+    ours._attn_implementation = config._attn_implementation
+    with torch.device("meta"):
+        return family.causal_lm(ours)
 
 
 def _origin(base: PreTrainedModel) -> tuple[str | None, str | None]:

@@ -1,0 +1,216 @@
+"""`retrofit distill R --dry-run`: what a run will be and what it will take, from its base's configuration alone.
+
+Operations per sequence of T tokens, P being the body's weights, V E the head's, T' the scored positions; A and G are
+attention over the pairs that are seen and the memory's scan (retrofit/flops.py):
+
+    teacher    2 P T + A(full)
+    student    2 P T + A(window) + G
+    backward   2 P T + 2.5 A(window) + 2 G     the base is frozen: gradients of activations only
+    recompute  the student once more, with gradient checkpointing
+    head       2 V E T' each for teacher, student and gradient
+
+Memory is distill/simulate.py's, plus weights, the memory's parameters with gradient and AdamW's two moments (16 bytes
+each, DeepSpeed divides them as its stages say).
+"""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from distill.recipe import Recipe
+from distill.simulate import step_bytes
+from distill.windows import draw_window
+from patches.config import MemoryConfig, check_base
+from patches.errors import RetrofitError
+from patches.kinds import find_kind
+from retrofit.bases import base_config
+from retrofit.estimate import DTYPES, layer_memories
+from retrofit.files import write_json
+from retrofit.flops import Shape, attention_flops, distinct, memory_flops
+from retrofit.patching import skeleton
+from retrofit.table import print_table
+
+GPUS = (1, 2, 4, 8, 16, 32)
+STAGES = (0, 2, 3)
+GIB = 2**30
+COLUMNS = {
+    "gpus": ("GPUs", "d"),
+    "rows_per_step": ("rows per step", ",d"),
+    "tokens_per_step": ("tokens per step", ",d"),
+    "tokens": ("tokens in all (M)", ",.0f"),
+    "gpu_hours": ("GPU hours", ",.1f"),
+    "zero0": ("GiB, no ZeRO", ",.1f"),
+    "zero2": ("GiB, ZeRO-2", ",.1f"),
+    "zero3": ("GiB, ZeRO-3", ",.1f"),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe comes to. Operations and bytes of one GPU, which does the same work however many there are."""
+
+    base_parameters: int
+    trained: int
+    step_flops: int  # with the recipe's own checkpointing
+    step_flops_plain: int
+    step_flops_checkpointed: int
+    base_bytes: int
+    gathered_bytes: int  # the largest module that ZeRO-3 gathers: a layer, or the embedding
+    activation_bytes: int
+    scored: float  # positions per row, at most: every label counts
+    windows: dict[tuple[int, int], int]  # (W, S): steps
+    origin: str
+
+    def memory(self, gpus: int, stage: int) -> int:
+        """Bytes of one GPU of so many under ZeRO ``stage``; the CUDA context and fragmentation come on top."""
+        base, trained = self.base_bytes, 4 * self.trained
+        rest = 12 * self.trained  # gradient and moments
+        if stage >= 2:
+            rest //= gpus
+        if stage == 3 and gpus > 1:
+            base, trained = base // gpus + self.gathered_bytes, trained // gpus
+        return base + trained + rest + self.activation_bytes
+
+
+def plan(recipe: Recipe) -> Plan:
+    """Work out ``recipe``; its data is not looked at: every row is taken to be full and labelled throughout.
+
+    Raises:
+        RetrofitError: no base, one whose configuration cannot be had, or a memory that does not fit it.
+    """
+    if recipe.base is None:
+        raise RetrofitError("the recipe leaves 'base' open: give it there, or with --base")
+    kind = find_kind(recipe.memory)
+    kind.read_options(recipe.options)
+    if not kind.trainable:
+        raise RetrofitError(f"memory {recipe.memory!r} has nothing to fit: export it as it is with `retrofit patch`")
+    config, origin = base_config(recipe.base)
+    check_base(config, recipe.window, recipe.sinks)
+    own = getattr(config, "dtype", None)
+    dtype = DTYPES.get(recipe.dtype) or (own if isinstance(own, torch.dtype) else torch.float32)
+    settings = _settings(recipe, recipe.window, recipe.sinks)
+    model = skeleton(config, settings)
+    trained = sum(parameter.numel() for _, parameter in model.memory_parameters())
+    parameters = model.num_parameters() - trained
+
+    windows = Counter(_windows(recipe))
+    plain, recomputed, scored = (
+        sum(count * figure for figure, count in zip(column, windows.values(), strict=True)) / recipe.steps
+        for column in zip(*(_sequence(config, recipe, window) for window in windows), strict=True)
+    )
+    rows = recipe.batch_size * recipe.gradient_accumulation_steps
+    widest = min(windows, key=sum)  # the smallest window leaves most to the memory
+    activations = step_bytes(
+        config, _settings(recipe, *widest), recipe.batch_size, recipe.seq_len, dtype, recipe.gradient_checkpointing
+    )
+    shape = Shape.of(config)
+    plain, recomputed = int(plain * rows), int(recomputed * rows)
+    return Plan(
+        base_parameters=parameters,
+        trained=trained,
+        step_flops=recomputed if recipe.gradient_checkpointing else plain,
+        step_flops_plain=plain,
+        step_flops_checkpointed=recomputed,
+        base_bytes=parameters * dtype.itemsize,
+        gathered_bytes=max(shape.body // shape.layers, shape.head) * dtype.itemsize,
+        activation_bytes=activations,
+        scored=scored,
+        windows=dict(windows),
+        origin=origin,
+    )
+
+
+def hours(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) -> float:
+    """Hours of all steps on GPUs of this peak (10^12 dense operations a second), each used to this share."""
+    return recipe.steps * plan.step_flops / (peak_tflops * 1e12 * utilisation) / 3600
+
+
+def table(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) -> list[dict[str, Any]]:
+    """One row per number of GPUs: what is learned from, what it costs, GiB per GPU under each ZeRO stage."""
+    rows = []
+    for gpus in GPUS:
+        per_step = gpus * recipe.batch_size * recipe.gradient_accumulation_steps
+        rows.append(
+            {
+                "gpus": gpus,
+                "rows_per_step": per_step,
+                "tokens_per_step": per_step * recipe.seq_len,
+                "tokens": recipe.steps * per_step * recipe.seq_len / 1e6,
+                "gpu_hours": gpus * hours(plan, recipe, peak_tflops, utilisation),
+                **{f"zero{stage}": plan.memory(gpus, stage) / GIB for stage in STAGES},
+            }
+        )
+    return rows
+
+
+def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) -> list[str]:
+    """The figures that hang on nothing but the recipe, in words, and how far they can be trusted."""
+    totals = Counter({W + S: 0 for W, S in plan.windows})
+    for (W, S), count in plan.windows.items():
+        totals[W + S] += count
+    drawn = ", ".join(f"{total} tokens in {count} steps" for total, count in sorted(totals.items()))
+    flops = f"{plan.step_flops_plain / 1e12:,.3g}, {plan.step_flops_checkpointed / 1e12:,.3g} with checkpointing"
+    chosen = "on" if recipe.gradient_checkpointing else "off"
+    return [
+        f"base: {recipe.base}, {plan.base_parameters:,} parameters, frozen ({plan.origin})",
+        f"trained: {plan.trained:,} parameters ({plan.trained / plan.base_parameters:.2%} of the base)",
+        f"sinks and window: {drawn}; scored positions per row: {plan.scored:,.0f} at most",
+        f"TFLOP per step and GPU: {flops} (it is {chosen})",
+        f"hours: {hours(plan, recipe, peak_tflops, utilisation):,.2f} for {recipe.steps} steps on any number of GPUs, at "
+        f"{utilisation:.0%} of {peak_tflops:,.0f} TFLOP/s (989 is H100 and H200, dense bfloat16), full rows",
+        "GiB: weights and optimizer by formula, activations from the step run on tensors without data (docs/estimate.md "
+        "says how near a measured run it is); the CUDA context, about 1 GiB, comes on top",
+    ]
+
+
+def dry_run(recipe: Recipe, *, peak_tflops: float, utilisation: float, json_file: Path | None = None) -> dict[str, Any]:
+    """Print the resolved recipe, what it comes to, and a row per number of GPUs; write the same to ``json_file``.
+
+    Returns:
+        What ``json_file`` holds.
+
+    Raises:
+        RetrofitError: as :func:`plan`.
+    """
+    found = plan(recipe)
+    rows = table(found, recipe, peak_tflops, utilisation)
+    print(yaml.safe_dump(recipe.to_dict(), sort_keys=False))
+    print("\n".join(summary(found, recipe, peak_tflops, utilisation)))
+    print_table("", rows, COLUMNS)
+    windows = [{"window": W, "sinks": S, "steps": count} for (W, S), count in found.windows.items()]
+    data = {"recipe": recipe.to_dict(), **asdict(found), "windows": windows, "rows": rows}
+    data["hours"] = hours(found, recipe, peak_tflops, utilisation)
+    if json_file is not None:
+        write_json(json_file, data)
+    return data
+
+
+def _settings(recipe: Recipe, window: int, sinks: int) -> MemoryConfig:
+    return MemoryConfig(recipe.memory, window, sinks, recipe.layers, recipe.others, recipe.options)
+
+
+def _windows(recipe: Recipe) -> list[tuple[int, int]]:
+    """(W, S) of every step."""
+    if recipe.window_sampling == "ahn":
+        return [draw_window(recipe.seed, step, recipe.seq_len) for step in range(recipe.steps)]
+    return [(recipe.window, recipe.sinks)] * recipe.steps
+
+
+def _sequence(config: Any, recipe: Recipe, window: tuple[int, int]) -> tuple[float, float, int]:
+    """Operations of one row, without and with checkpointing, and its scored positions, at this (W, S)."""
+    shape, T = Shape.of(config), recipe.seq_len
+    layers = distinct(layer_memories(config, _settings(recipe, *window)))
+    attention = sum(count * attention_flops(shape, memory, T) for memory, count in layers)
+    scan = sum(count * memory_flops(shape, memory, T) for memory, count in layers)
+    body, scored = 2 * shape.body * T, max(0, T - sum(window))
+    with_teacher = recipe.loss != "ce"
+    teacher = body + shape.layers * attention_flops(shape, None, T) if with_teacher else 0
+    student = body + attention + scan
+    backward = body + 2.5 * attention + 2 * scan
+    head = (3 if with_teacher else 2) * 2 * shape.head * scored
+    plain = teacher + student + backward + head
+    return plain, plain + student, scored

@@ -1,0 +1,113 @@
+"""The memory that one training step takes, from shapes: the step itself, run on tensors without data.
+
+Nothing is guessed per kind of memory: a model of two layers (three where nothing is recomputed) runs teacher, student,
+loss and backward pass under torch's FakeTensorMode, which computes shapes only, while every storage that comes to life
+or dies is counted. What a further layer adds is then linear. The operations are those that torch would run on a CPU;
+CUDA's fused attention and flash-linear-attention's kernels hold less or the same.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from distill.loss import chunked_kl
+from patches.config import MemoryConfig
+from retrofit.patching import skeleton
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of storages made inside the block: ``live`` now, ``peak`` at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        return out
+
+    def _note(self, storage: Any) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size: int) -> None:
+        self.live -= size
+
+
+def step_bytes(
+    config: Any, settings: MemoryConfig, rows: int, tokens: int, dtype: torch.dtype, checkpointing: bool
+) -> int:
+    """Bytes of activations at the peak of one micro-batch: weights, optimizer and kept gradients not counted.
+
+    Args:
+        config: the base's configuration.
+        settings: the memory's, with the window of the step; all layers are taken to have it.
+        rows, tokens: of the micro-batch.
+        dtype: of the base.
+        checkpointing: whether each layer of the student is recomputed in the backward pass.
+    """
+    two = _run(config, settings, rows, tokens, dtype, checkpointing, layers=2)
+    if checkpointing:
+        more = rows * tokens * config.hidden_size * dtype.itemsize  # a layer's input is all that is kept
+    else:
+        more = _run(config, settings, rows, tokens, dtype, checkpointing, layers=3) - two
+    return two + (config.num_hidden_layers - 2) * more
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Recompute each layer in the backward pass; the switch has been renamed since transformers 5.0."""
+    name = "activation_checkpointing_enable"
+    enable = getattr(model, name) if hasattr(model, name) else model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _run(
+    config: Any, settings: MemoryConfig, rows: int, tokens: int, dtype: torch.dtype, checkpointing: bool, layers: int
+) -> int:
+    """The peak with so many layers."""
+    small = type(config).from_dict({**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+    small._attn_implementation = "sdpa"
+    every = MemoryConfig(settings.kind, settings.window, settings.sinks, options=settings.options)
+    with FakeTensorMode():
+        model = _materialise(skeleton(small, every), dtype)
+        if checkpointing:
+            checkpoint_layers(model)
+        ids = torch.zeros(rows, tokens, dtype=torch.long)
+        start = settings.window + settings.sinks
+        head = model.get_output_embeddings().weight
+        with Tracker() as tracker:
+            with torch.no_grad(), model.memory_off():
+                teacher = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
+            student = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
+            chunked_kl(student, teacher, head).backward()
+        return tracker.peak
+
+
+def _materialise(model: Any, dtype: torch.dtype) -> Any:
+    """Give the skeleton tensors (of the mode it is called in), its memory float32, and that its gradients."""
+    model.train()
+    for path, module in model.named_modules():
+        memory = ".memory." in f".{path}."
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            kind = torch.promote_types(dtype, torch.float32) if memory else dtype
+            fresh = nn.Parameter(torch.zeros(parameter.shape, dtype=kind), requires_grad=memory)
+            if memory:  # so that a gradient is added to, not made: it is counted with the optimizer
+                fresh.grad = torch.zeros_like(fresh)
+            setattr(module, name, fresh)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+    return model

@@ -1,0 +1,56 @@
+"""One distillation step of a random model in a process of its own: prints by how many bytes it raised the peak RSS.
+
+python tests/distill/one_step.py ahn-gdn 0 4096       memory, checkpointing, tokens
+"""
+
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import retrofit
+from distill.loss import chunked_kl
+from distill.simulate import checkpoint_layers
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+}
+SETTINGS = {"window": 480, "sinks": 32}
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def step(model: Any, tokens: int) -> None:
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    start = sum(SETTINGS.values())
+    with torch.no_grad(), model.memory_off():
+        teacher = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
+    student = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
+    chunked_kl(student, teacher, model.get_output_embeddings().weight).backward()
+
+
+def main(kind: str, checkpointing: bool, tokens: int) -> None:
+    torch.set_num_threads(1)
+    model = retrofit.patch(Qwen2ForCausalLM(Qwen2Config(**CONFIG)), kind, **SETTINGS).train()
+    if checkpointing:
+        checkpoint_layers(model)
+    step(model, 600)  # what the first step ever loads and allocates
+    before = resident()
+    step(model, tokens)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]))

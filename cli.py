@@ -13,8 +13,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from distill.outcome import tell_launcher
-
 UsageError: Any = typer.BadParameter.__base__  # typer gives it no public name
 
 
@@ -33,6 +31,8 @@ class OneLineErrors(TyperGroup):
         try:
             self._main(*args, **kwargs)
         except Exception:
+            from distill.outcome import tell_launcher
+
             if not tell_launcher(traceback.format_exc()):
                 raise
             sys.exit(1)
@@ -58,6 +58,8 @@ class OneLineErrors(TyperGroup):
             if not isinstance(error, RetrofitError):
                 raise
             message = str(error)
+        from distill.outcome import tell_launcher
+
         message = " ".join(message.split())
         if not tell_launcher(message):
             typer.echo(f"error: {message}", err=True)

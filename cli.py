@@ -236,7 +236,9 @@ def convert(
     )
 )
 def estimate(
-    base: Annotated[str | None, typer.Argument(metavar="[BASE]", help="Folder, config.json, Hub id or Qwen2.5-3B.")] = None,
+    base: Annotated[
+        str | None, typer.Argument(metavar="[BASE]", help="Folder, config.json, Hub id or built-in name.")
+    ] = None,
     memory: Memory = "ahn-gdn",
     window: Window = 32640,
     sinks: Sinks = 128,
@@ -264,9 +266,8 @@ def estimate(
         typer.echo(paper_table.NOTE)
     else:
         device = honest.Device(peak_tflops, bandwidth) if peak_tflops and bandwidth else None
-        options = _pairs("--option", option)
-        how = {"batch": batch, "dtype": dtype, "device": device}
-        rows, said = honest.estimate(str(base), memory, window, sinks, length, **how, **options)
+        how: dict[str, Any] = {"batch": batch, "dtype": dtype, "device": device, **_pairs("--option", option)}
+        rows, said = honest.estimate(str(base), memory, window, sinks, length, **how)
         print_table(said, rows, honest.COLUMNS)
         typer.echo(honest.LEGEND)
         if device:
@@ -407,7 +408,6 @@ def recipes_check(
 ) -> None:
     """Validate recipes; without an argument, all that come with the package."""
     from distill.recipe import load_recipe, shipped_recipes
-
     from patches.errors import RetrofitError
     from patches.kinds import find_kind
 

@@ -27,9 +27,7 @@ from .patching import skeleton
 
 LENGTH, WINDOW, SINKS = 128_000, 32_640, 128
 BASES = ("Qwen2.5-3B", "Qwen2.5-7B", "Qwen2.5-14B")
-MIXERS = {"full": None, "SWA": "none"} | {
-    kind: kind for kind in ("ahn-mamba2", "ahn-dn", "ahn-gdn")
-}
+MIXERS = {"full": None, "SWA": "none"} | {kind: kind for kind in ("ahn-mamba2", "ahn-dn", "ahn-gdn")}
 COLUMNS = {
     "base": ("base", ""),
     "mixer": ("mixer", ""),

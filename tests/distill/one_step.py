@@ -1,6 +1,6 @@
 """One distillation step of a random model in a process of its own: prints by how many bytes it raised the peak RSS.
 
-    python tests/distill/one_step.py ahn-gdn 0 4096       memory, checkpointing, tokens
+python tests/distill/one_step.py ahn-gdn 0 4096       memory, checkpointing, tokens
 """
 
 import resource

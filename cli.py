@@ -275,7 +275,7 @@ def convert(
 )
 def estimate(
     base: Annotated[
-        str | None, typer.Argument(metavar="[BASE]", help="Folder, config.json, Hub id or Qwen2.5-3B.")
+        str | None, typer.Argument(metavar="[BASE]", help="Folder, config.json, Hub id or built-in name.")
     ] = None,
     memory: Memory = "ahn-gdn",
     window: Window = 32640,
@@ -304,9 +304,8 @@ def estimate(
         typer.echo(paper_table.NOTE)
     else:
         device = honest.Device(peak_tflops, bandwidth) if peak_tflops and bandwidth else None
-        options = _pairs("--option", option)
-        how = {"batch": batch, "dtype": dtype, "device": device}
-        rows, said = honest.estimate(str(base), memory, window, sinks, length, **how, **options)
+        how: dict[str, Any] = {"batch": batch, "dtype": dtype, "device": device, **_pairs("--option", option)}
+        rows, said = honest.estimate(str(base), memory, window, sinks, length, **how)
         print_table(said, rows, honest.COLUMNS)
         typer.echo(honest.LEGEND)
         if device:

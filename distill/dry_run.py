@@ -154,16 +154,17 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
         totals[W + S] += count
     drawn = ", ".join(f"{total} tokens in {count} steps" for total, count in sorted(totals.items()))
     flops = f"{plan.step_flops_plain / 1e12:,.3g}, {plan.step_flops_checkpointed / 1e12:,.3g} with checkpointing"
+    took = hours(plan, recipe, peak_tflops, utilisation)
     chosen = "on" if recipe.gradient_checkpointing else "off"
     return [
         f"base: {recipe.base}, {plan.base_parameters:,} parameters, frozen ({plan.origin})",
         f"trained: {plan.trained:,} parameters ({plan.trained / plan.base_parameters:.2%} of the base)",
         f"sinks and window: {drawn}; scored positions per row: {plan.scored:,.0f} at most",
         f"TFLOP per step and GPU: {flops} (it is {chosen})",
-        f"hours: {hours(plan, recipe, peak_tflops, utilisation):,.2f} for {recipe.steps} steps on any number of GPUs, at "
+        f"hours: {took:,.2f} for {recipe.steps} steps on any number of GPUs, at "
         f"{utilisation:.0%} of {peak_tflops:,.0f} TFLOP/s (989 is H100 and H200, dense bfloat16), full rows",
-        "GiB: weights and optimizer by formula, activations from the step run on tensors without data (docs/estimate.md "
-        "says how near a measured run it is); the CUDA context, about 1 GiB, comes on top",
+        "GiB: weights and optimizer by formula, activations from the step run on tensors without data, within 15 % of "
+        "real steps on a CPU (docs/estimate.md); not checked on a GPU, whose context comes on top",
     ]
 
 

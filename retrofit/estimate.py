@@ -128,7 +128,7 @@ def estimate(
     if memory == "none":
         del kinds["none"]
     for name, settings in kinds.items():
-        memories = [None] * shape.layers if settings is None else layer_memories(config, settings)
+        memories: list[Memory | None] = layer_memories(config, settings) if settings else [None] * shape.layers
         extra = sum(parameter.numel() for _, parameter in skeleton(config, settings or plain).memory_parameters())
         rows.append({"name": name, "extra_parameters": extra, **_costs(config, memories, length, batch, kept, extra)})
     for row in rows:

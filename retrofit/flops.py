@@ -145,7 +145,7 @@ def _layer(shape: Shape, memory: Memory | None, tokens: int) -> int:
 
 
 def distinct(memories: list[Memory | None]) -> list[tuple[Memory | None, int]]:
-    """Each memory of a model's layers once, with the number of its layers; layers of one kind have the same settings."""
+    """Each memory of a model once, with the number of its layers; layers of one kind have the same settings."""
     first = {memory.kind if memory else None: memory for memory in reversed(memories)}
     kinds = [memory.kind if memory else None for memory in memories]
     return [(memory, kinds.count(kind)) for kind, memory in first.items()]

@@ -18,7 +18,7 @@ from cli import app
 from distill.recipe import shipped_recipes
 
 VERBS = [
-    *([verb] for verb in ("demo", "distill", "patch", "merge", "generate", "convert", "eval")),
+    *([verb] for verb in ("demo", "distill", "patch", "merge", "generate", "convert", "eval", "estimate")),
     *(["bench", verb] for verb in ("window", "scan", "decode", "prefill", "capacity", "loss", "step")),
     *(["recipes", verb] for verb in ("ls", "show", "cp", "check")),
 ]
@@ -108,6 +108,11 @@ def test_no_verb_shows_the_help() -> None:
         (["demo", "--seed", "4294967296"], "--seed"),
         (["demo", "--json", "."], "--json"),
         (["demo", "--memory", "ahn-gnd"], "did you mean 'ahn-gdn'?"),
+        (["estimate"], "give a BASE, or --paper"),
+        (["estimate", "Qwen2.5-3B", "--paper"], "give a BASE, or --paper"),
+        (["estimate", "Qwen2.5-3B", "--bandwidth", "4800"], "go together"),
+        (["estimate", "Qwen2.5-3B", "--memory", "ahn-gnd"], "did you mean 'ahn-gdn'?"),
+        (["estimate", "Qwen2.5-3B", "--window", "0"], "window=0"),
         (["bench", "window", "--length", "100", "--window", "200"], "nothing leaves a window"),
         (["bench", "window", "--heads", "3"], "heads=3 is not a multiple"),
         (["bench", "scan", "--length", "8", "--repeats", "0"], "repeats=0"),
@@ -366,3 +371,16 @@ def test_bench_writes_its_rows(tmp_path: Path) -> None:
     assert "loop / chunked" in result.stdout
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["name"] for row in rows] == 2 * ["token loop", "chunked", "loop / chunked"]
+
+
+def test_estimate_prints_its_rows_and_writes_them(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    result = run("estimate", "--paper", "--json", file)
+    assert result.exit_code == 0, result.output
+    assert "7B*, as printed" in result.stdout
+    assert len(json.loads(file.read_text())) == 20
+    how = ["--memory", "kvm", "--option", "budget=power_law", "--peak-tflops", 989, "--bandwidth", 4800]
+    result = run("estimate", "qwen2.5-14b-instruct", *how, "--json", file)
+    assert result.exit_code == 0, result.output
+    assert [row["name"] for row in json.loads(file.read_text())] == ["full", "window", "kvm"]
+    assert "at the device's peaks" in result.stdout

@@ -92,10 +92,8 @@ def test_the_ablations_differ_in_what_they_are_about() -> None:
 
 
 def test_check_looks_at_the_memory_too(tmp_path: Path) -> None:
-    for text, said in (
-        ("memory: kmv", "did you mean 'kvm'"),
-        ("memory: kvm\noptions: {row: 3}", "has no option 'row'"),
-    ):
+    wrong = {"memory: kmv": "did you mean 'kvm'", "memory: kvm\noptions: {row: 3}": "has no option 'row'"}
+    for text, said in wrong.items():
         path = tmp_path / "run.yaml"
         path.write_text(text)
         result = CliRunner().invoke(app, ["recipes", "check", str(path)])

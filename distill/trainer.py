@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl
 from distill.arguments import DistillArguments
 from distill.checkpoint import drop_oldest
 from distill.loss import chunked_kl, scored_positions
-from distill.windows import draw_window
+from distill.windows import check_draws, draw_window
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
 from retrofit.baselines import window_only
@@ -38,7 +38,8 @@ class DistillTrainer(Trainer):
         train_dataset, eval_dataset, data_collator, callbacks: as for ``transformers.Trainer``.
 
     Raises:
-        RetrofitError: the model has no memory to train; while training, a loss that is NaN or infinite.
+        RetrofitError: the model has no memory to train, or one that cannot work with the windows to be drawn; while
+            training, a loss that is NaN or infinite.
     """
 
     args: DistillArguments
@@ -58,6 +59,8 @@ class DistillTrainer(Trainer):
         if not any(parameter.requires_grad for _, parameter in model.memory_parameters()):
             kind = model.config.memory["kind"]
             raise RetrofitError(f"memory {kind!r} has no parameters to train: use the patched model as it is")
+        if args.window_sampling == "ahn":
+            check_draws(model)
         use_cache = model.config.use_cache
         super().__init__(
             model=model,

@@ -77,6 +77,9 @@ class Compressive(Memory):
     def state_elements(self) -> int:
         return (self.rows + self.tail) * 2 * self.kv_heads * self.head_dim
 
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        return self.state_elements() * dtype.itemsize  # pooled rows are keys and values like the window's
+
     def reset_parameters(self) -> None:
         pass
 

@@ -140,10 +140,12 @@ class Eviction(Memory):
         """
         return q, k
 
-    def state_elements(self) -> int:
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Keys and values beyond S + W, in ``dtype``; of every row a position (int32) and, if kept, a score."""
         rows = self.capacity
-        kept = 2 * self.kv_heads * self.head_dim * (rows - self.window - self.sinks)
-        return kept + self._sets * rows * (2 if self.observes else 1)
+        kept = 2 * self.kv_heads * self.head_dim * (rows - self.window - self.sinks) * dtype.itemsize
+        score = torch.promote_types(dtype, torch.float32).itemsize if self.observes else 0
+        return kept + self._sets * rows * (torch.int32.itemsize + score)
 
     def reset_parameters(self) -> None:
         pass

@@ -114,8 +114,15 @@ class Memory(nn.Module):
         return self.window + self.sinks
 
     def state_elements(self) -> int:
-        """Elements (float32) of the state that one sequence needs in this layer, besides sinks and window."""
+        """Elements of the state that one sequence needs in this layer, besides sinks and window."""
         raise NotImplementedError
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of that state in a model of ``dtype``: a state is kept in float32 or wider, whatever the model is in.
+
+        A kind that keeps tokens as they are overrides this.
+        """
+        return self.state_elements() * torch.promote_types(dtype, torch.float32).itemsize
 
     def reset_parameters(self) -> None:
         """Initialise every parameter by functions of ``transformers.initialization``, which leave loaded ones alone."""

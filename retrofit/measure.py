@@ -12,8 +12,7 @@ def cache_bytes(past_key_values: Any) -> int:
 
 def state_bytes(model: Any) -> int:
     """Bytes of one layer's memory state for one sequence (of the largest layer); sinks and window not counted."""
-    wide = torch.promote_types(model.dtype, torch.float32)
-    return max(memory.state_elements() for memory in model.model.memories().values()) * wide.itemsize
+    return max(memory.state_bytes(model.dtype) for memory in model.model.memories().values())
 
 
 def _tensors(layer: Any) -> list[torch.Tensor]:

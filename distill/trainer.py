@@ -21,7 +21,7 @@ from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective
 from distill.rows import longer_than
-from distill.windows import draw_window
+from distill.windows import check_draws, draw_window
 from distill.zero import gathered, is_partitioned, keep_base_out, partition, window_only
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
@@ -48,7 +48,8 @@ class DistillTrainer(Trainer):
         train_dataset, eval_dataset, data_collator, callbacks: as for ``transformers.Trainer``.
 
     Raises:
-        RetrofitError: the model has no memory to train; while training, a loss that is NaN or infinite.
+        RetrofitError: the model has no memory to train, or one that cannot work with the windows to be drawn; while
+            training, a loss that is NaN or infinite.
     """
 
     args: DistillArguments
@@ -70,6 +71,8 @@ class DistillTrainer(Trainer):
             raise RetrofitError(f"memory {kind!r} has no parameters to train: use the patched model as it is")
         self.objective = Objective(args.loss, args.mse_weight, args.temperature, args.label_shift)
         self.objective.check(model)
+        if args.window_sampling == "ahn":
+            check_draws(model)
         use_cache = model.config.use_cache
         self.of_base = fingerprint(model)  # while the weights are whole: ZeRO-3 is about to part them
         args._n_gpu = min(args.n_gpu, 1)  # several GPUs want a process each: nn.DataParallel would copy the model

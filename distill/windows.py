@@ -1,10 +1,30 @@
 """The window and the sinks a training step uses: the model's own, or drawn as AHN's recipe draws them."""
 
 import random
+from itertools import product
+from typing import Any
+
+from patches.errors import RetrofitError
 
 # AHN's candidates for the lossless budget S + W and for S (its training code; paper section 3.3 names the idea only)
 AHN_BUDGETS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 AHN_SINKS = (0, 32, 64, 128, 512, 2048, 4096)
+
+
+def check_draws(model: Any) -> None:
+    """Refuse a memory that cannot work with every window :func:`draw_window` may give on more than 32 tokens.
+
+    Raises:
+        RetrofitError: what the memory has to say of the first such window.
+    """
+    for budget, sinks in product(AHN_BUDGETS, AHN_SINKS):
+        if sinks > budget / 2:
+            continue
+        for memory in model.model.memories().values():
+            try:
+                memory.check_window(budget - sinks, sinks)
+            except RetrofitError as error:
+                raise RetrofitError(f"window_sampling='ahn' trains at other windows too, where {error}") from None
 
 
 def draw_window(seed: int, step: int, length: int) -> tuple[int, int]:

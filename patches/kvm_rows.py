@@ -104,12 +104,13 @@ class Blocks:
     """``N`` blocks of tokens ready to be written; what does not hang on the choice of rows is computed for all at once.
 
     Attributes:
-        key: what is summed, ``(B, H_kv, N, C, D)``.
+        key: what is summed, ``(N, B, H_kv, C, D)``.
         value: likewise.
-        index: ``(1 or B, 1, N, C, 1)``.
-        probe: what is compared with the rows, ``(B, H_kv, N, C, D)``.
-        joining: what a token adds to a row it joins, ``(B, H_kv, N, C, 2 D + 4)``.
-        weight: of tokens that found rows ``(B, H_kv, N, C, 1)``; None is 1.
+        index: ``(N, 1 or B, 1, C, 1)``.
+        probe: what is compared with the rows, ``(N, B, H_kv, C, D)``.
+        joining: what a token adds to a row it joins, ``(N, B, H_kv, C, 2 D + 4)``.
+        weight: of tokens that found rows ``(N, B, H_kv, C, 1)``; None is 1.
+        head: number of each head in the batch ``(B, H_kv, 1)``.
     """
 
     key: Tensor
@@ -118,14 +119,15 @@ class Blocks:
     probe: Tensor
     joining: Tensor
     weight: Tensor | None
+    head: Tensor
 
     def founding(self, number: int) -> Tensor:
         """What a token of block ``number`` adds to a row it founds, ``(B, H_kv, C, 2 D + 4)``."""
-        key, value, index = (x[:, :, number] for x in (self.key, self.value, self.index))
+        key, value, index = self.key[number], self.value[number], self.index[number]
         lengths = key.norm(dim=-1, keepdim=True), value.norm(dim=-1, keepdim=True)
         one = torch.ones_like(lengths[0])
         added = torch.cat([key, value, one, one * index, *lengths], -1)
-        return added if self.weight is None else added * self.weight[:, :, number]
+        return added if self.weight is None else added * self.weight[number]
 
 
 def prepare(
@@ -143,15 +145,16 @@ def prepare(
             block's excepted.
     """
     key = keys.written(k, index)
-    value, gates = v.to(key.dtype), gates.to(key.dtype)
-    at = index[:, None, :, None].to(key.dtype)
+    at = index[:, None, :, None]
+    # blocks first: they are written one by one, and each then lies in one piece
+    key, value, gates, at = (x.to(key.dtype).unflatten(2, (-1, chunk)).movedim(2, 0) for x in (key, v, gates, at))
     with torch.no_grad():
-        probe = keys.probe(key)
-    nothing = torch.zeros_like(gates).expand(*gates.shape[:3], 2)
+        probe = keys.probe(key).contiguous()
+    nothing = torch.zeros_like(gates).expand(*gates.shape[:-1], 2)
     joining = torch.cat([key * gates, value * gates, gates, at * gates, nothing], -1)
-    key, value, at, probe, joining = (x.unflatten(2, (-1, chunk)) for x in (key, value, at, probe, joining))
-    weight = gates.unflatten(2, (-1, chunk)).where(at >= chunk, 1.0) if gate_appends else None
-    return Blocks(key, value, at, probe, joining, weight)
+    weight = gates.where(at >= chunk, 1.0) if gate_appends else None
+    head = torch.arange(k.shape[0] * k.shape[1], device=k.device).view(*k.shape[:2], 1)
+    return Blocks(key, value, at, probe, joining, weight, head)
 
 
 def absorb(
@@ -177,20 +180,19 @@ def absorb(
     Returns:
         The new rows, as many as the largest of ``after``.
     """
-    target, founds = choose(rows, blocks, number, keys, before, after, barred)
-    written = blocks.joining[:, :, number]
+    with torch.no_grad():
+        target, founds = choose(rows, blocks, number, keys, before, after, barred)
+    written = blocks.joining[number]
     if founds is not None:
         written = torch.where(founds.unsqueeze(-1), blocks.founding(number), written)
     if not all(active):
         written = written * torch.tensor(active, device=rows.device)[:, None, None, None]
     if rows.shape[2] != max(after):
         rows = fill(rows, (0, 0, 0, max(after) - rows.shape[2]))
-    B, H, M = rows.shape[:3]
-    target = target + torch.arange(B * H, device=rows.device).view(B, H, 1) * M  # the row in all heads' rows
+    target = torch.add(target, blocks.head, alpha=rows.shape[2])  # the row in all heads' rows
     return rows.flatten(0, 2).index_add(0, target.flatten(), written.flatten(0, 2)).view_as(rows)
 
 
-@torch.no_grad()
 def choose(
     rows: Tensor, blocks: Blocks, number: int, keys: Keys, before: list[int], after: list[int], barred: int = 0
 ) -> tuple[Tensor, Tensor | None]:
@@ -200,17 +202,17 @@ def choose(
     tie: in a model's first layer equal tokens have equal keys, and which of them is chosen must not hang on how a
     product was computed.
     """
-    probe, M = blocks.probe[:, :, number], rows.shape[2]
+    probe, M = blocks.probe[number], rows.shape[2]
     near = probe @ keys.address(rows[..., : probe.shape[-1]]).transpose(-1, -2)  # (B, H, C, M)
     if before == after == [M] * len(before):  # a fixed budget once it is full
-        return _first_best(near[..., barred:]) + barred, None
+        return (_first_best(near[..., barred:]) + barred if barred else _first_best(near)), None
     had, new = (torch.tensor(x, device=rows.device)[:, None, None] for x in (before, after))
     place = torch.arange(M, device=rows.device)
     near = near.masked_fill(place >= had.unsqueeze(-1), float("-inf"))
     best = near.amax(-1) if M else near.new_zeros(near.shape[:3])
     founds = _rank(best) < new - had
     founded = (had + founds.cumsum(-1) - 1).clamp_min(0)  # -1 where there are no rows yet: nothing is written there
-    fresh = probe @ keys.address(blocks.key[:, :, number]).transpose(-1, -2)
+    fresh = probe @ keys.address(blocks.key[number]).transpose(-1, -2)
     near = near.masked_fill(place < barred, float("-inf"))
     first = _first_best(torch.cat([near, fresh.masked_fill(~founds.unsqueeze(2), float("-inf"))], -1))
     joined = torch.where(first < M, first, founded.gather(-1, (first - M).clamp_min(0)))
@@ -220,7 +222,7 @@ def choose(
 def _first_best(near: Tensor) -> Tensor:
     """Index of the first of the largest numbers along the last dimension."""
     best = near.amax(-1, keepdim=True)
-    return (near >= best - _roundings(near)).to(torch.uint8).argmax(-1)
+    return (near >= best - _roundings(near)).view(torch.uint8).argmax(-1)
 
 
 def _rank(score: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ class Memory(nn.Module):
         return self.window + self.sinks
 
     def state_elements(self) -> int:
-        """Elements (float32) of the state that one sequence needs in this layer, besides sinks and window."""
+        """Elements of the state that one sequence needs in this layer, besides sinks and window."""
         raise NotImplementedError
 
     def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:

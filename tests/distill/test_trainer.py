@@ -367,6 +367,18 @@ def test_a_model_without_memory_parameters_is_refused(
         make_trainer(make_base("Qwen2"), rows, tmp_path)
 
 
+def test_a_memory_that_cannot_follow_drawn_windows_is_refused_before_training(
+    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
+) -> None:
+    halves = retrofit.patch(make_base("Qwen2"), memory="kvm", window=128, sinks=2, chunk=64, rows=64)
+    make_trainer(halves, rows, tmp_path)
+    says = "window_sampling='ahn' trains at other windows too, where window=32 is not a multiple of chunk=64"
+    with pytest.raises(RetrofitError, match=says):
+        make_trainer(halves, rows, tmp_path, window_sampling="ahn")
+    fitting = retrofit.patch(make_base("Qwen2"), memory="kvm", window=128, sinks=2, chunk=32, rows=64)
+    make_trainer(fitting, rows, tmp_path, window_sampling="ahn")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import retrofit
+from patches.kinds import KINDS
 from tests.helpers import ON_A_WINDOW, S, W, awake, feed, tokens
 
 
@@ -33,6 +34,17 @@ def test_the_bytes_are_sinks_window_gates_and_state(partner: PreTrainedModel, ki
         assert rows <= 3 * 2 * 2 * 16 * (W + S) * 2, "keys and values kept beyond sinks and window"
         state = sum(tensor.numel() * tensor.element_size() for tensor in cache.layers[0].state.values())
         assert state == 3 * retrofit.state_bytes(model)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ON_A_WINDOW])
+def test_state_bytes_are_what_is_held_beyond_sinks_window_and_gates(partner: PreTrainedModel, kind: str) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        model = awake(partner.to(dtype), kind)
+        layer = feed(model, tokens(3, 64), [64])[1].layers[0]
+        held = sum(tensor.numel() * tensor.element_size() for tensor in layer.tensors())
+        gates = 0 if layer.gates is None else layer.gates.numel() * layer.gates.element_size()
+        rows = (W + S) * 2 * 2 * 16 * dtype.itemsize  # keys and values of two heads of 16
+        assert held - gates - 3 * rows == 3 * retrofit.state_bytes(model)
 
 
 def test_the_teacher_s_cache_is_counted_too(partner: PreTrainedModel) -> None:

@@ -93,7 +93,7 @@ def _run(
             with torch.no_grad(), model.memory_off():
                 teacher = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
             student = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
-            chunked_kl(student, teacher, head).backward()
+            chunked_kl(student, teacher, head).sum().backward()
         return tracker.peak
 
 

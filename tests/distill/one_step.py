@@ -38,7 +38,7 @@ def step(model: Any, tokens: int) -> None:
     with torch.no_grad(), model.memory_off():
         teacher = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
     student = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
-    chunked_kl(student, teacher, model.get_output_embeddings().weight).backward()
+    chunked_kl(student, teacher, model.get_output_embeddings().weight).sum().backward()
 
 
 def main(kind: str, checkpointing: bool, tokens: int) -> None:

@@ -239,6 +239,28 @@ def generate(
     )
 
 
+@app.command(
+    epilog=example(
+        "retrofit push runs/first/adapter user/first",
+        "retrofit push runs/first/model user/first-model --private --revision v1",
+    )
+)
+def push(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="DIR/adapter or DIR/model of a run, or such a folder.")],
+    repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub; made if need be.")],
+    private: Annotated[bool, typer.Option("--private", help="Make it a private repository.")] = False,
+    revision: Annotated[
+        str | None, typer.Option("--revision", "--branch", help="Branch to write to (default: main).")
+    ] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+) -> None:
+    """Upload an adapter or an exported model to the Hub, with its card. The token is that of `hf auth login` or HF_TOKEN."""
+    import retrofit
+
+    address = retrofit.push_folder(path, repo_id, private=private or None, revision=revision, message=message)
+    typer.echo(address)
+
+
 @bench.command("window", epilog=example("retrofit bench window --length 16384 --window 1024"))
 def bench_window(
     length: Length = 16384,

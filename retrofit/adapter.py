@@ -1,13 +1,10 @@
 """Adapters: the memory's weights and configuration without the base, in PEFT's file layout but without needing PEFT."""
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
@@ -18,9 +15,10 @@ from patches.kinds import find_kind
 
 from .card import adapter_card
 from .families import is_retrofit
-from .fetch import fetch_folder, first_line
+from .fetch import fetch_folder
 from .files import write_folder, write_json, write_text
 from .fingerprint import difference, fingerprint
+from .hub_errors import first_line
 from .patching import patch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -61,7 +59,7 @@ def save_adapter(model: Any, path: str | Path, overwrite: bool = False, details:
     with write_folder(path, overwrite) as draft:
         write_json(draft / CONFIG, config)
         save_file(weights, draft / WEIGHTS, metadata={"format": "pt"})
-        write_text(draft / "README.md", adapter_card(model.config, details))
+        write_text(draft / "README.md", adapter_card(memory, details))
 
 
 def load_adapter(
@@ -114,27 +112,6 @@ def load_adapter(
             )
     load_memory_weights(model, folder / WEIGHTS)
     return model
-
-
-def push_adapter(
-    model: Any, repo_id: str, *, private: bool | None = None, token: str | None = None, details: str = ""
-) -> str:
-    """Upload the adapter to the Hub repository ``repo_id`` (made if need be) and return its address.
-
-    Raises:
-        RetrofitError: the Hub refused, with its reason.
-    """
-    api = HfApi(token=token)
-    with tempfile.TemporaryDirectory() as folder:
-        save_adapter(model, Path(folder) / "adapter", details=details)
-        try:
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            commit = api.upload_folder(
-                repo_id=repo_id, folder_path=Path(folder) / "adapter", commit_message="Upload adapter"
-            )
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise RetrofitError(f"the Hub did not take {repo_id}: {first_line(error)}") from None
-    return str(commit)
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

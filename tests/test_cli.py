@@ -18,7 +18,7 @@ from cli import app
 from distill.recipe import shipped_recipes
 
 VERBS = [
-    *([verb] for verb in ("demo", "distill", "patch", "merge", "generate")),
+    *([verb] for verb in ("demo", "distill", "patch", "merge", "generate", "push")),
     *(["bench", verb] for verb in ("window", "scan", "decode", "prefill", "capacity", "loss", "step")),
     *(["recipes", verb] for verb in ("ls", "show", "cp", "check")),
 ]

@@ -254,7 +254,10 @@ def push(
     ] = None,
     message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
 ) -> None:
-    """Upload an adapter or an exported model to the Hub, with its card. The token is that of `hf auth login` or HF_TOKEN."""
+    """Upload an adapter or an exported model to the Hub, with its card.
+
+    The token is that of `hf auth login` or HF_TOKEN.
+    """
     import retrofit
 
     address = retrofit.push_folder(path, repo_id, private=private or None, revision=revision, message=message)

@@ -8,6 +8,7 @@ from .evaluate import evaluate
 from .hub import push_adapter, push_folder
 from .measure import cache_bytes, state_bytes
 from .patching import patch
+from .peft_hook import register_with_peft
 
 __all__ = [
     "RetrofitError",
@@ -21,3 +22,5 @@ __all__ = [
     "save_adapter",
     "state_bytes",
 ]
+
+register_with_peft()

@@ -33,9 +33,9 @@ def complete_card(text: str, repo_id: str, licence: dict[str, str]) -> str:
         licence: ``license``, ``license_name`` and ``license_link`` of the base's card, as far as known.
     """
     card = ModelCard(text.replace(ADAPTER_HERE, repo_id).replace(MODEL_HERE, repo_id), ignore_metadata_errors=True)
-    if licence and card.data.license is None:
+    if licence and card.data.get("license") is None:
         for key, value in licence.items():
-            setattr(card.data, key, value)
+            card.data[key] = value
         name = licence.get("license_name") or licence.get("license")
         card.text = card.text.replace(LICENCE_OPEN, f"That of the base: {name}.")
     return str(card)

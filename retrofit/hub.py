@@ -66,7 +66,7 @@ def push_folder(
         make = adapter_card if kind == "adapter" else model_card
         card = file.read_text(encoding="utf-8") if file.is_file() else make(memory)
         base, at = memory.get("base"), memory.get("base_revision")
-        write_text(Path(scratch, CARD), complete_card(card, repo_id, _licence(api, base, at)))
+        write_text(Path(scratch, CARD), complete_card(card, repo_id, _licence(api, base, at, token)))
 
         def upload() -> str:
             api.create_repo(repo_id, private=private, exist_ok=True)
@@ -157,7 +157,7 @@ def _refuse_tokens(folder: Path, names: set[str], token: str | None) -> None:
             raise RetrofitError(f"{folder / name} holds a Hub token: remove it, and revoke the token if others saw it")
 
 
-def _licence(api: HfApi, base: str | None, revision: str | None) -> dict[str, str]:
+def _licence(api: HfApi, base: str | None, revision: str | None, token: str | None) -> dict[str, str]:
     """The licence keys of the base's card, from its folder or from the Hub; empty where they cannot be found out."""
     try:
         if base and (Path(base) / CARD).is_file():
@@ -168,6 +168,6 @@ def _licence(api: HfApi, base: str | None, revision: str | None) -> dict[str, st
         else:
             data = {}
     except (HTTPError, OSError, ValueError) as error:
-        print(f"note: the licence of {base} is not known: {redact(first_line(error), api.token)}", file=sys.stderr)
+        print(f"note: the licence of {base} is not known: {redact(first_line(error), token)}", file=sys.stderr)
         data = {}
     return {key: data[key] for key in ("license", "license_name", "license_link") if isinstance(data.get(key), str)}

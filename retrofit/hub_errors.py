@@ -6,7 +6,6 @@ from huggingface_hub import get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HTTPError,
-    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RevisionNotFoundError,
 )
@@ -48,9 +47,10 @@ def reason(error: Exception, token: str | None = None) -> str:
         return f"it does not exist, or the token may not see it: check the name, or {LOGIN} to a token that may"
     if status == 403:
         return f"the token may not do that: {LOGIN} to a token with write access there"
-    if isinstance(error, OfflineModeIsEnabled) or isinstance(_cause(error), OfflineModeIsEnabled):
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if isinstance(cause, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set: unset it"
-    unreachable = transient(error) or (_cause(error) and transient(_cause(error)))
+    unreachable = transient(error) or transient(cause)
     if unreachable:
         return f"{unreachable}: try again later, or check HF_ENDPOINT and the network"
     return redact(first_line(error), token)
@@ -71,9 +71,4 @@ def first_line(error: Exception) -> str:
 
 def _origin(error: Exception) -> Exception:
     """The HTTP error behind the RuntimeError that huggingface_hub makes of a failed file."""
-    cause = _cause(error)
-    return cause if isinstance(error, RuntimeError) and cause is not None else error
-
-
-def _cause(error: Exception) -> Exception | None:
-    return error.__cause__ if isinstance(error.__cause__, Exception) else None
+    return error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception) else error

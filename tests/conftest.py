@@ -92,7 +92,7 @@ def byte_checkpoint(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Pr
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A small Hub on this machine which huggingface_hub, its cache empty and without a token, takes for the real one."""
+    """A small Hub that huggingface_hub, its cache empty and without a token, takes for the real one."""
     server = HubServer()
     template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     constants = {
@@ -105,6 +105,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     }
     for name, value in constants.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.endpoint)  # of the functions without an HfApi
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

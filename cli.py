@@ -264,6 +264,30 @@ def push(
     typer.echo(address)
 
 
+@app.command(epilog=example("retrofit doctor", "retrofit doctor --json findings.json"))
+def doctor(json_file: Json = None) -> None:
+    """Look at what is installed, whether it goes together, and which kernel each memory runs on.
+
+    Ends with status 1 if something will break.
+    """
+    try:
+        from retrofit.doctor import BAD, COLUMNS, examine, rows
+        from retrofit.table import print_table, write_rows
+    except ImportError as error:
+        typer.echo(f"breaks: retrofit does not import ({error}): pip install -U --force-reinstall retrofit-lm")
+        raise typer.Exit(1) from None
+
+    findings = examine()
+    print_table("doctor", rows(findings), COLUMNS)
+    for finding in findings:
+        if finding.advice:
+            typer.echo(f"{finding.verdict}: {finding.name}: {finding.advice}")
+    if json_file is not None:
+        write_rows(json_file, rows(findings))
+    if any(finding.verdict == BAD for finding in findings):
+        raise typer.Exit(1)
+
+
 @bench.command("window", epilog=example("retrofit bench window --length 16384 --window 1024"))
 def bench_window(
     length: Length = 16384,

@@ -221,22 +221,39 @@ def convert(
     typer.echo(f"{output}: adapter, memory {model.config.memory['kind']}, {added:,} parameters")
 
 
-@app.command(epilog=example('retrofit generate runs/first/model --prompt "Once upon a time" --max-new-tokens 200'))
+@app.command(
+    epilog=example(
+        'retrofit generate runs/first/model --prompt "Once upon a time" --max-new-tokens 200',
+        "retrofit generate runs/first/model --chat",
+    )
+)
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="An exported model, or a base to go with --adapter.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; with --chat, the only turn.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Converse in the tokenizer's template; Ctrl-D ends.")] = False,
     adapter: Annotated[str | None, typer.Option(help="Adapter: a folder or a Hub id.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens (of each reply).")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of sampling.")] = 0,
 ) -> None:
-    """Continue a prompt with an exported model, or with a base and an adapter. The text is printed as it comes."""
-    from retrofit.generation import generate_text, load_for_generation
+    """Continue a prompt, or chat, with an exported model or a base and an adapter. The text is printed as it comes."""
+    if prompt is None and not chat:
+        raise typer.BadParameter("give --prompt TEXT to continue, or --chat to converse")
+    from retrofit.generation import Sampling, generate_text, load_for_generation
 
     loaded, tokenizer = load_for_generation(model, adapter)
-    generate_text(
-        loaded, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=True
-    )
+    if chat:
+        from retrofit.chat import Chat, talk
+
+        conversation = Chat(loaded, tokenizer, Sampling(max_new_tokens, temperature), seed)
+        if prompt is None:
+            talk(conversation)
+        else:
+            conversation.say(prompt, stream=True)
+    elif prompt is not None:
+        generate_text(
+            loaded, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=True
+        )
 
 
 @app.command(

@@ -360,6 +360,19 @@ def test_generation_is_repeatable_and_streamed(byte_checkpoint: Path) -> None:
     assert len({greedy.stdout, *samples}) == 3
 
 
+def test_chat(tmp_path: Path, byte_checkpoint: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    refused(run("generate", byte_checkpoint, "--chat"), "no chat template")
+    model = shutil.copytree(byte_checkpoint, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    once = run("generate", model, "--chat", "--prompt", "the quick", "--max-new-tokens", 5)
+    assert once.exit_code == 0, once.output
+    plain = run("generate", model, "--prompt", "the quick", "--max-new-tokens", 5)
+    assert once.stdout == plain.stdout, "the template adds nothing"
+    arguments = ["generate", str(model), "--chat", "--max-new-tokens", "5"]
+    typed = CliRunner().invoke(app, arguments, input="the quick\n")
+    assert typed.stdout == once.stdout
+
+
 def test_push_needs_something_to_push(tmp_path: Path) -> None:
     refused(run("push", tmp_path, "user/name"), "neither an adapter nor an exported model")
 

@@ -47,8 +47,11 @@ def reason(error: Exception, token: str | None = None) -> str:
         return f"it does not exist, or the token may not see it: check the name, or {LOGIN} to a token that may"
     if status == 403:
         return f"the token may not do that: {LOGIN} to a token with write access there"
+    if isinstance(error, HfHubHTTPError) and not transient(error):
+        return redact(f"it answered {status}: {error.server_message or first_line(error)}", token)
+    # the client wraps what it could not connect to when nothing is in its cache either
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    if isinstance(cause, OfflineModeIsEnabled):
+    if isinstance(error, OfflineModeIsEnabled) or isinstance(cause, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set: unset it"
     unreachable = transient(error) or transient(cause)
     if unreachable:

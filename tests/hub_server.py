@@ -67,9 +67,9 @@ class HubServer:
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
-    def fail(self, part: str, status: int, times: int = 1) -> None:
-        """Answer ``status`` to the next ``times`` requests with ``part`` in "METHOD /path"."""
-        self._failures.append([part, status, times])
+    def fail(self, part: str, status: int, times: int = 1, said: str = "told to fail") -> None:
+        """Answer ``status``, and ``said``, to the next ``times`` requests with ``part`` in "METHOD /path"."""
+        self._failures.append([part, status, times, said])
 
     def stop(self) -> None:
         """Close the port and what connections are open: from now on nobody answers."""
@@ -88,7 +88,7 @@ class HubServer:
         for failure in self._failures:
             if failure[0] in f"{method} {path}" and failure[2] > 0:
                 failure[2] -= 1
-                raise Refusal(failure[1], "told to fail")
+                raise Refusal(failure[1], failure[3])
         user = None
         if token is not None and not path.startswith("/lfs/"):
             if token not in self.users:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,10 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
 
 import retrofit
+from cli import app
 from patches.errors import RetrofitError
 from retrofit.export import export_model
 from retrofit.hub import WAITS
@@ -132,6 +135,13 @@ def test_who_may_push(
         retrofit.push_folder(adapter, repo, token=token)
     assert not hub.repos
     assert token is None or token not in str(refusal.value)
+
+
+def test_what_the_hub_says_is_passed_on_without_tokens(hub: HubServer, adapter: Path) -> None:
+    hub.fail("/commit/", 400, said=f"you sent {READER} and secret-of-mine")
+    hub.users["secret-of-mine"] = "user"
+    with pytest.raises(RetrofitError, match=r"did not take user/first: .*you sent hf_\*\*\* and hf_\*\*\*"):
+        retrofit.push_folder(adapter, "user/first", token="secret-of-mine")
 
 
 @pytest.mark.parametrize("part", ["/api/repos/create", "/preupload/", "PUT /lfs/", "/commit/"])
@@ -268,3 +278,34 @@ def test_the_command_and_a_process_of_its_own(
     last = torch.tensor(json.loads(process("-c", code).splitlines()[-1]))
     torch.testing.assert_close(last, logits(model, IDS)[:, -1])
     assert not any(MINE in file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file())
+
+
+def test_the_page_in_the_docs_does_what_it_says(
+    hub: HubServer, tmp_path: Path, make_base: MakeBase, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commands and its Python, as they stand, with a tiny model under the base's name."""
+    pytest.importorskip("peft", minversion="0.21")
+    monkeypatch.chdir(tmp_path)
+    base = make_base("Qwen2", vocab_size=len(byte_tokenizer))
+    base.save_pretrained("base")
+    hub.repos["Qwen/Qwen2.5-0.5B"] = Repo(private=False)
+    files = {file.name: file.read_bytes() for file in Path("base").iterdir()}
+    hub.repos["Qwen/Qwen2.5-0.5B"].commit("main", files, "a base")
+    model = awake(base, "ahn-gdn")
+    retrofit.save_adapter(model, "runs/first/adapter")
+    export_model(model, "runs/first/model", byte_tokenizer)
+    page = (ROOT / "docs" / "hub.md").read_text(encoding="utf-8")
+    blocks = [block.split("\n", 1) for block in page.split("```")[1::2]]
+    commands = [line for language, block in blocks if language == "sh" for line in block.splitlines()]
+    for command in commands[1:]:  # the first one logs in
+        done = CliRunner().invoke(app, shlex.split(command, comments=True)[1:])
+        assert done.exit_code == 0, done.output
+    assert (hub.repos["user/first-model"].private, hub.repos["user/first"].messages[-1]) == (True, "600 more steps")
+    names = {"ids": IDS}
+    code = [block for language, block in blocks if language == "python"]
+    assert len(code) == 2
+    for block in code:
+        exec(block, names)
+    assert "v3" in hub.repos["user/first"].branches
+    assert torch.equal(names["teacher"], base(IDS).logits)
+    assert torch.equal(logits(retrofit.load_adapter(base, "again"), IDS), logits(names["model"], IDS))

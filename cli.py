@@ -314,22 +314,88 @@ def estimate(
         write_rows(json_file, rows)
 
 
-@app.command(epilog=example('retrofit generate runs/first/model --prompt "Once upon a time" --max-new-tokens 200'))
+@app.command(
+    epilog=example(
+        'retrofit generate runs/first/model --prompt "Once upon a time" --max-new-tokens 200',
+        "retrofit generate runs/first/model --chat",
+    )
+)
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="An exported model, or a base to go with --adapter.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; with --chat, the only turn.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Converse in the tokenizer's template; Ctrl-D ends.")] = False,
     adapter: Annotated[str | None, typer.Option(help="Adapter: a folder or a Hub id.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens (of each reply).")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")] = 0,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of sampling.")] = 0,
 ) -> None:
-    """Continue a prompt with an exported model, or with a base and an adapter. The text is printed as it comes."""
-    from retrofit.generation import generate_text, load_for_generation
+    """Continue a prompt, or chat, with an exported model or a base and an adapter. The text is printed as it comes."""
+    if prompt is None and not chat:
+        raise typer.BadParameter("give --prompt TEXT to continue, or --chat to converse")
+    from retrofit.generation import Sampling, generate_text, load_for_generation
 
     loaded, tokenizer = load_for_generation(model, adapter)
-    generate_text(
-        loaded, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=True
+    if chat:
+        from retrofit.chat import Chat, talk
+
+        conversation = Chat(loaded, tokenizer, Sampling(max_new_tokens, temperature), seed)
+        if prompt is None:
+            talk(conversation)
+        else:
+            conversation.say(prompt, stream=True)
+    elif prompt is not None:
+        generate_text(
+            loaded, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=True
+        )
+
+
+@app.command(
+    epilog=example(
+        "retrofit push runs/first/adapter user/first",
+        "retrofit push runs/first/model user/first-model --private --revision v1",
     )
+)
+def push(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="DIR/adapter or DIR/model of a run, or such a folder.")],
+    repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub; made if need be.")],
+    private: Annotated[bool, typer.Option("--private", help="Make it a private repository.")] = False,
+    revision: Annotated[
+        str | None, typer.Option("--revision", "--branch", help="Branch to write to (default: main).")
+    ] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+) -> None:
+    """Upload an adapter or an exported model to the Hub, with its card.
+
+    The token is that of `hf auth login` or HF_TOKEN.
+    """
+    import retrofit
+
+    address = retrofit.push_folder(path, repo_id, private=private or None, revision=revision, message=message)
+    typer.echo(address)
+
+
+@app.command(epilog=example("retrofit doctor", "retrofit doctor --json findings.json"))
+def doctor(json_file: Json = None) -> None:
+    """Look at what is installed, whether it goes together, and which kernel each memory runs on.
+
+    Ends with status 1 if something will break.
+    """
+    try:
+        from retrofit.doctor import BAD, COLUMNS, examine, rows
+        from retrofit.table import print_table, write_rows
+    except ImportError as error:
+        typer.echo(f"breaks: retrofit does not import ({error}): pip install -U --force-reinstall retrofit-lm")
+        raise typer.Exit(1) from None
+
+    findings = examine()
+    print_table("doctor", rows(findings), COLUMNS)
+    for finding in findings:
+        if finding.advice:
+            typer.echo(f"{finding.verdict}: {finding.name}: {finding.advice}")
+    if json_file is not None:
+        write_rows(json_file, rows(findings))
+    if any(finding.verdict == BAD for finding in findings):
+        raise typer.Exit(1)
 
 
 @app.command(

@@ -27,8 +27,8 @@ from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
 from retrofit.evaluate import gap_closed
 from retrofit.families import is_retrofit
-from retrofit.fetch import first_line
 from retrofit.fingerprint import fingerprint
+from retrofit.hub_errors import first_line
 
 DISTANCES = 20  # powers of two times the window: evaluation tells them apart up to W 2^20 tokens
 TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream")  # in what torch.save says of a full disk

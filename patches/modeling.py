@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import logging
 
 from .attention import MemoryPass
 from .cache import adopt
@@ -17,6 +18,9 @@ from .config import MemoryConfig, check_base, check_window
 from .errors import RetrofitError
 from .kinds import build_memory
 from .memory import Memory
+from .rotary import longest_input
+
+logger = logging.get_logger(__name__)
 
 # what the mixins stand in front of: a family's class, known to the type checker as any pretrained model
 if TYPE_CHECKING:
@@ -128,6 +132,9 @@ class MemoryModel(MemoryPreTrained):
         memory_pass = None
         memories = self.memories()
         tokens = input_ids if input_ids is not None else inputs_embeds
+        if tokens is not None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            warn_of_length(self.config, seen + tokens.shape[1])
         if not self.memory_enabled:
             if any(getattr(layer, "is_memory_layer", False) and layer.seen for layer in _cache_layers(past_key_values)):
                 raise RetrofitError(
@@ -256,6 +263,16 @@ def refuse_tensor_parallel(kwargs: dict[str, Any]) -> None:
     if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
         raise RetrofitError(
             "tensor parallelism would split the heads but not the memory: load the model without tp_plan"
+        )
+
+
+def warn_of_length(config: Any, length: int) -> None:
+    """Say once that ``length`` tokens are more than the base's positions were made for."""
+    longest = longest_input(config)
+    if longest is not None and length > longest:
+        logger.warning_once(
+            f"the input is longer than the {longest} tokens that the base's positions were made for: what follows may "
+            "get worse, with the memory and without; a base made for longer inputs, or yarn scaling, would not"
         )
 
 

@@ -1,6 +1,7 @@
 """Rotary positions after the fact: turning cached keys back, and to other positions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,3 +25,10 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _quarter_turn(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return torch.cat([-x[..., half:], x[..., :half]], -1)
+
+
+def longest_input(config: Any) -> int | None:
+    """Tokens that a base's positions were made for, its rotary scaling included; None if it does not say."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    stretched = int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0))
+    return max(getattr(config, "max_position_embeddings", None) or 0, stretched) or None

@@ -2,11 +2,13 @@
 
 from patches.errors import RetrofitError
 
-from .adapter import load_adapter, push_adapter, save_adapter
+from .adapter import load_adapter, save_adapter
 from .convert import convert_ahn
 from .evaluate import evaluate
+from .hub import push_adapter, push_folder
 from .measure import cache_bytes, state_bytes
 from .patching import patch
+from .peft_hook import register_with_peft
 
 __all__ = [
     "RetrofitError",
@@ -16,6 +18,9 @@ __all__ = [
     "load_adapter",
     "patch",
     "push_adapter",
+    "push_folder",
     "save_adapter",
     "state_bytes",
 ]
+
+register_with_peft()

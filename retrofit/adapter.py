@@ -1,15 +1,14 @@
 """Adapters: the memory's weights and configuration without the base, in PEFT's file layout but without needing PEFT."""
 
 import json
-import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from patches.config import MemoryConfig
@@ -18,9 +17,10 @@ from patches.kinds import find_kind
 
 from .card import adapter_card
 from .families import is_retrofit
-from .fetch import fetch_folder, first_line
+from .fetch import fetch_folder
 from .files import write_folder, write_json, write_text
 from .fingerprint import difference, fingerprint
+from .hub_errors import first_line
 from .patching import patch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -69,7 +69,7 @@ def save_adapter(
     with write_folder(path, overwrite) as draft:
         write_json(draft / CONFIG, config)
         save_file(weights, draft / WEIGHTS, metadata={"format": "pt"})
-        write_text(draft / "README.md", adapter_card(model.config, details))
+        write_text(draft / "README.md", adapter_card(memory, details))
 
 
 def load_adapter(
@@ -100,49 +100,49 @@ def load_adapter(
     """
     folder = fetch_folder(path, [CONFIG, WEIGHTS, "README.md"], "adapter", revision, token)
     config = read_adapter_config(folder)
-    memory = MemoryConfig.from_dict(config["memory"])
-    find_kind(memory.kind).read_options(memory.options)
-    model = patch(
-        base,
-        memory.kind,
-        memory.window,
-        memory.sinks,
-        layers=memory.layers,
-        others=memory.others,
-        model_kwargs=model_kwargs,
-        **memory.options,
-    )
+    model = patch_as(base, config["memory"], model_kwargs)
     if check_base:
-        reason = difference(config["fingerprint"], model)
-        if reason:
-            made_for = config.get("base_model_name_or_path") or "another model"
-            raise RetrofitError(
-                f"the adapter {path} was made for {made_for}, and this base is another one: {reason} "
-                "(check_base=False loads it all the same)"
-            )
+        refuse_other_base(config["fingerprint"], model, f"the adapter {path}", config.get("base_model_name_or_path"))
     load_memory_weights(model, folder / WEIGHTS)
     return model
 
 
-def push_adapter(
-    model: Any, repo_id: str, *, private: bool | None = None, token: str | None = None, details: str = ""
-) -> str:
-    """Upload the adapter to the Hub repository ``repo_id`` (made if need be) and return its address.
+def patch_as(base: PreTrainedModel | str, memory: dict[str, Any], model_kwargs: dict[str, Any] | None = None) -> Any:
+    """``base`` patched as an adapter's configuration says; the memory's weights are fresh.
 
     Raises:
-        RetrofitError: the Hub refused, with its reason.
+        RetrofitError: as :func:`retrofit.patch`, or the configuration is damaged.
     """
-    api = HfApi(token=token)
-    with tempfile.TemporaryDirectory() as folder:
-        save_adapter(model, Path(folder) / "adapter", details=details)
-        try:
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            commit = api.upload_folder(
-                repo_id=repo_id, folder_path=Path(folder) / "adapter", commit_message="Upload adapter"
-            )
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise RetrofitError(f"the Hub did not take {repo_id}: {first_line(error)}") from None
-    return str(commit)
+    config = MemoryConfig.from_dict(memory)
+    find_kind(config.kind).read_options(config.options)
+    return patch(
+        base,
+        config.kind,
+        config.window,
+        config.sinks,
+        layers=config.layers,
+        others=config.others,
+        model_kwargs=model_kwargs,
+        **config.options,
+    )
+
+
+def refuse_other_base(expected: dict[str, Any], model: Any, adapter: str, base: str | None) -> None:
+    """Refuse a patched model whose base is not the one with the fingerprint ``expected``.
+
+    Args:
+        adapter: what the message calls the adapter.
+        base: name of the base it was made for, if known.
+
+    Raises:
+        RetrofitError: it is another base, or the fingerprint is damaged.
+    """
+    found = difference(expected, model)
+    if found:
+        raise RetrofitError(
+            f"{adapter} was made for {base or 'another model'}, and this base is another one: {found} "
+            "(load_adapter with check_base=False loads it all the same)"
+        )
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -177,18 +177,27 @@ def load_memory_weights(model: Any, file: str | Path) -> None:
     try:
         with safe_open(str(file), framework="pt") as saved:
             names = {name.removeprefix(PREFIX): name for name in saved.keys()}  # noqa: SIM118 (not a mapping)
-            missing, extra = sorted(parameters.keys() - names.keys()), sorted(names.keys() - parameters.keys())
-            if missing or extra:
-                what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this memory has not"
-                raise RetrofitError(f"{file} {what}: it does not belong to this memory")
+            shapes = {name: saved.get_slice(key).get_shape() for name, key in names.items()}
+            check_shapes(str(file), shapes, parameters)
             tensors = {name: saved.get_tensor(key) for name, key in names.items()}
     except (SafetensorError, OSError) as error:
         raise RetrofitError(f"{file} is missing, damaged or cut short: {first_line(error)}") from None
-    for name, tensor in tensors.items():
-        if tensor.shape != parameters[name].shape:
-            raise RetrofitError(
-                f"{file}: {name} has shape {tuple(tensor.shape)}, this memory needs {tuple(parameters[name].shape)}"
-            )
     with torch.no_grad():
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
+
+
+def check_shapes(where: str, shapes: Mapping[str, Sequence[int]], parameters: Mapping[str, Tensor]) -> None:
+    """Refuse tensors whose names and shapes are not exactly those of the memory's ``parameters``.
+
+    Raises:
+        RetrofitError: they are not; ``where`` says whose they are.
+    """
+    missing, extra = sorted(parameters.keys() - shapes.keys()), sorted(shapes.keys() - parameters.keys())
+    if missing or extra:
+        what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this memory has not"
+        raise RetrofitError(f"{where} {what}: it does not belong to this memory")
+    for name, shape in shapes.items():
+        if tuple(shape) != tuple(parameters[name].shape):
+            needed = tuple(parameters[name].shape)
+            raise RetrofitError(f"{where}: {name} has shape {tuple(shape)}, this memory needs {needed}")

@@ -3,40 +3,79 @@
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard
 
-def adapter_card(config: Any, details: str = "") -> str:
-    """Markdown with the Hub's metadata for an adapter folder; ``details`` tells of the run that made it."""
-    return _card(config, "adapter", _LOAD_ADAPTER, details)
-
-
-def model_card(config: Any, details: str = "") -> str:
-    """Markdown with the Hub's metadata for an exported model; ``details`` tells of the run that made it."""
-    return _card(config, "finetune", _LOAD_MODEL, details)
+ADAPTER_HERE, MODEL_HERE = "path/or/repo-of-this-adapter", "path/or/repo-of-this-model"  # until it is pushed
+LICENCE_OPEN = "That of the base: see the base's card."
 
 
-_LOAD_ADAPTER = """```python
+def adapter_card(memory: dict[str, Any], details: str = "") -> str:
+    """Markdown with the Hub's metadata for an adapter folder.
+
+    Args:
+        memory: the memory's configuration, ``config.memory`` of a retrofitted model.
+        details: Markdown on the run that made it: data, command, figures.
+    """
+    return _card(memory, "peft", "adapter", _LOAD_ADAPTER, details)
+
+
+def model_card(memory: dict[str, Any], details: str = "") -> str:
+    """Markdown with the Hub's metadata for an exported model; arguments as :func:`adapter_card`."""
+    return _card(memory, "transformers", "finetune", _LOAD_MODEL, details)
+
+
+def complete_card(text: str, repo_id: str, licence: dict[str, str]) -> str:
+    """A card with what is known only when it is pushed: where it will lie, and the licence of the base.
+
+    Args:
+        text: the card.
+        repo_id: ``user/name`` on the Hub.
+        licence: ``license``, ``license_name`` and ``license_link`` of the base's card, as far as known.
+    """
+    card = ModelCard(text.replace(ADAPTER_HERE, repo_id).replace(MODEL_HERE, repo_id), ignore_metadata_errors=True)
+    if licence and card.data.get("license") is None:
+        for key, value in licence.items():
+            card.data[key] = value
+        name = licence.get("license_name") or licence.get("license")
+        card.text = card.text.replace(LICENCE_OPEN, f"That of the base: {name}.")
+    return str(card)
+
+
+def is_hub_id(base: str) -> bool:
+    """Whether ``base`` names a repository on the Hub and not a folder."""
+    return base.count("/") == 1 and base[0] not in "./~" and not Path(base).exists()
+
+
+_LOAD_ADAPTER = f"""```python
 import retrofit                                   # pip install retrofit-lm
 from transformers import AutoModelForCausalLM
 
-base = AutoModelForCausalLM.from_pretrained("{base}")
-model = retrofit.load_adapter(base, "path/or/repo-of-this-adapter")
+base = AutoModelForCausalLM.from_pretrained("{{base}}")
+model = retrofit.load_adapter(base, "{ADAPTER_HERE}")
+```
+or through PEFT, which knows this type of adapter only after `import retrofit` (without it: `KeyError: 'RETROFIT'`):
+
+```python
+import retrofit
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base, "{ADAPTER_HERE}")
 ```"""
 
-_LOAD_MODEL = """```python
+_LOAD_MODEL = f"""```python
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained("path/or/repo-of-this-model", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("{MODEL_HERE}", trust_remote_code=True)
 ```
 The code that runs it lies beside the weights; with `import retrofit` first, no trust is needed."""
 
 
-def _card(config: Any, relation: str, load: str, details: str) -> str:
-    memory = config.memory
+def _card(memory: dict[str, Any], library: str, relation: str, load: str, details: str) -> str:
     base = memory.get("base") or "the-base-model"
     tags = ["retrofit", "long-context", f"memory-{memory['kind']}"]
-    metadata = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    # a Hub id; a path would be a dead link
-    if base.count("/") == 1 and base[0] not in "./~" and not Path(base).exists():
+    metadata = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
+    # a path would be a dead link
+    if is_hub_id(base):
         metadata += [f"base_model: {base}", f"base_model_relation: {relation}"]
     metadata += ["tags:", *(f"- {tag}" for tag in tags), "---"]
     revision = f" at revision `{memory['base_revision']}`" if memory.get("base_revision") else ""
@@ -58,7 +97,11 @@ def _card(config: Any, relation: str, load: str, details: str) -> str:
         "## What does not work",
         "",
         "Assisted decoding, continuous batching, packed sequences, tensor parallelism, static caches, and continuing a "
-        "right-padded cache are refused with a message.",
+        "right-padded cache are refused with a message. vLLM and llama.cpp cannot run it.",
+        "",
+        "## Licence",
+        "",
+        LICENCE_OPEN,
         "",
     ]
     if details:

@@ -12,7 +12,8 @@ from patches.errors import RetrofitError, nearest
 from patches.kinds import find_kind
 
 from .families import base_type
-from .fetch import fetch_folder, first_line
+from .fetch import fetch_folder
+from .hub_errors import first_line
 from .loading import load_config
 from .patching import patch
 

@@ -26,4 +26,4 @@ def export_model(
         model.save_pretrained(draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
-        write_text(draft / "README.md", model_card(model.config, details))
+        write_text(draft / "README.md", model_card(model.config.memory, details))

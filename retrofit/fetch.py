@@ -7,6 +7,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from patches.errors import RetrofitError
 
+from .hub_errors import reason
+
 
 def fetch_folder(path: str | Path, files: list[str], what: str, revision: str | None, token: str | None) -> Path:
     """The local folder behind ``path``, a folder or a Hub id; of the latter only ``files`` are fetched.
@@ -25,11 +27,5 @@ def fetch_folder(path: str | Path, files: list[str], what: str, revision: str | 
         raise RetrofitError(f"there is no folder {str(path)!r}, and it is not a Hub id (user/name) either") from None
     except (HfHubHTTPError, OSError) as error:
         raise RetrofitError(
-            f"there is no folder {str(path)!r}, and the Hub gave no {what} of that name: {first_line(error)}"
+            f"there is no folder {str(path)!r}, and the Hub gave no {what} of that name: {reason(error, token)}"
         ) from None
-
-
-def first_line(error: Exception) -> str:
-    """The beginning of what an error says; its class if it says nothing."""
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__

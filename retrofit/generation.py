@@ -1,15 +1,39 @@
 """Text from a model on the terminal: a prompt in, its continuation streamed out."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TextStreamer, set_seed
+from torch import Tensor
+from transformers import Cache, TextStreamer, set_seed
 
 from patches.errors import RetrofitError
 
 from .adapter import load_adapter
 from .loading import load_base, load_config, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        max_new_tokens: at most so many.
+        temperature: 0 takes the likeliest token each time.
+
+    Raises:
+        RetrofitError: a number out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise RetrofitError(f"max_new_tokens={self.max_new_tokens}: ask for 1 token or more")
+        if not 0 <= self.temperature < float("inf"):
+            raise RetrofitError(f"temperature={self.temperature}: it must be 0 (greedy) or more")
 
 
 def load_for_generation(path: str, adapter: str | Path | None = None) -> tuple[Any, Any]:
@@ -51,24 +75,30 @@ def generate_text(
     Raises:
         RetrofitError: an empty prompt, or a number out of range.
     """
-    if max_new_tokens < 1:
-        raise RetrofitError(f"max_new_tokens={max_new_tokens}: ask for 1 token or more")
-    if not 0 <= temperature < float("inf"):
-        raise RetrofitError(f"temperature={temperature}: it must be 0 (greedy) or more")
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    if inputs["input_ids"].shape[1] == 0:
+    sampling = Sampling(max_new_tokens, temperature)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+    if ids.shape[1] == 0:
         raise RetrofitError("the prompt holds no token: give some text to continue")
     set_seed(seed)
-    tokens = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=max_new_tokens,
+    tokens = respond(model, tokenizer, ids, sampling, stream=stream)
+    return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def respond(
+    model: Any, tokenizer: Any, ids: Tensor, sampling: Sampling, *, stream: bool = False, cache: Cache | None = None
+) -> Tensor:
+    """The tokens ``ids`` (1, T) and those that follow (1, T + n); ``cache`` may hold the first of them already."""
+    drawn = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else GREEDY
+    return model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=sampling.max_new_tokens,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
-        **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False, **GREEDY}),
+        **drawn,
     )
-    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 # a checkpoint's own sampling settings would only be warned about
-GREEDY: dict[str, None] = {"temperature": None, "top_p": None, "top_k": None}
+GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

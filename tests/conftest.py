@@ -12,9 +12,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from tests.hub_server import HubServer
+
 # tokenised data goes into a cache of our own, in the processes that tests start too; datasets reads it when imported
 _CACHE = tempfile.TemporaryDirectory(prefix="retrofit-tests-")
 os.environ["HF_DATASETS_CACHE"] = _CACHE.name
+
 # one thread: the tensors are tiny and pytest runs one process per core
 torch.set_num_threads(1)
 transformers_logging.disable_progress_bar()
@@ -91,6 +94,30 @@ def byte_checkpoint(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Pr
     tiny_base("Qwen2", vocab_size=len(byte_tokenizer)).save_pretrained(folder)
     byte_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A small Hub that huggingface_hub, its cache empty and without a token, takes for the real one."""
+    server = HubServer()
+    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    constants = {
+        "ENDPOINT": server.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": template,
+        "HF_HUB_CACHE": str(tmp_path / "hub-cache"),
+        "HF_TOKEN_PATH": str(tmp_path / "no-token"),
+        "HF_HUB_DISABLE_XET": True,  # large files go over LFS, which the server speaks
+        "HF_HUB_OFFLINE": False,
+    }
+    for name, value in constants.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.endpoint)  # of the functions without an HfApi
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between its own tries
+    yield server
+    server.stop()
 
 
 @pytest.fixture

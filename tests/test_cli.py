@@ -18,7 +18,10 @@ from cli import app
 from distill.recipe import shipped_recipes
 
 VERBS = [
-    *([verb] for verb in ("demo", "distill", "patch", "merge", "generate", "convert", "eval", "estimate")),
+    *(
+        [verb]
+        for verb in ("demo", "distill", "patch", "merge", "generate", "convert", "eval", "estimate", "push", "doctor")
+    ),
     *(["bench", verb] for verb in ("window", "scan", "decode", "prefill", "capacity", "loss", "step")),
     *(["recipes", verb] for verb in ("ls", "show", "cp", "check")),
 ]
@@ -363,6 +366,43 @@ def test_generation_is_repeatable_and_streamed(byte_checkpoint: Path) -> None:
     ]
     assert samples[0] == samples[1]
     assert len({greedy.stdout, *samples}) == 3
+
+
+def test_chat(tmp_path: Path, byte_checkpoint: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    refused(run("generate", byte_checkpoint, "--chat"), "no chat template")
+    model = shutil.copytree(byte_checkpoint, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    once = run("generate", model, "--chat", "--prompt", "the quick", "--max-new-tokens", 5)
+    assert once.exit_code == 0, once.output
+    plain = run("generate", model, "--prompt", "the quick", "--max-new-tokens", 5)
+    assert once.stdout == plain.stdout, "the template adds nothing"
+    arguments = ["generate", str(model), "--chat", "--max-new-tokens", "5"]
+    typed = CliRunner().invoke(app, arguments, input="the quick\n")
+    assert typed.stdout == once.stdout
+
+
+def test_push_needs_something_to_push(tmp_path: Path) -> None:
+    refused(run("push", tmp_path, "user/name"), "neither an adapter nor an exported model")
+
+
+def test_what_the_doctor_finds(tmp_path: Path) -> None:
+    result = run("doctor", "--json", tmp_path / "findings.json")
+    findings = json.loads((tmp_path / "findings.json").read_text())
+    assert result.exit_code == any(finding["verdict"] == "breaks" for finding in findings), result.output
+    assert all(finding["name"] in result.stdout for finding in findings)
+
+
+def test_the_doctor_says_when_something_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrofit import doctor
+
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("torch", "1.0", doctor.BAD, "too old: upgrade it")])
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert result.stdout.endswith("breaks: torch: too old: upgrade it\n")
+    monkeypatch.setitem(sys.modules, "retrofit.doctor", None)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "retrofit does not import" in result.stdout
 
 
 def test_bench_writes_its_rows(tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ def config(make_base: Callable[..., PreTrainedModel]) -> Any:
 
 
 def test_the_adapter_s_card(config: Any) -> None:
-    card = adapter_card(config, "## Figures\n\nKL 0.1")
+    card = adapter_card(config.memory, "## Figures\n\nKL 0.1")
     found = metadata(card)
     assert (found["base_model"], found["base_model_relation"]) == ("someone/a-model", "adapter")
     assert {"retrofit", "memory-ahn-gdn"} <= set(found["tags"])
-    assert found["library_name"] == "transformers"
+    assert found["library_name"] == "peft"
     for part in ("`abc123`", "4 sinks", "32 tokens", "layers [1]", "load_adapter", "import retrofit", "KL 0.1"):
         assert part in card
     assert 'from_pretrained("someone/a-model")' in card
@@ -38,7 +38,7 @@ def test_the_adapter_s_card(config: Any) -> None:
 
 
 def test_the_model_s_card(config: Any) -> None:
-    card = model_card(config)
+    card = model_card(config.memory)
     assert metadata(card)["base_model_relation"] == "finetune"
     assert "trust_remote_code=True" in card
 
@@ -50,11 +50,11 @@ def test_a_base_that_is_no_hub_id_is_no_link(
     (tmp_path / "runs" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     config.memory["base"] = base
-    assert "base_model" not in metadata(adapter_card(config))
+    assert "base_model" not in metadata(adapter_card(config.memory))
 
 
 def test_the_python_in_it_is_python(config: Any) -> None:
-    for card in (adapter_card(config), model_card(config)):
+    for card in (adapter_card(config.memory), model_card(config.memory)):
         code = card.split("```python\n")[1].split("```")[0]
         compile(code, "card", "exec")
 

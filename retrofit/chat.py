@@ -1,0 +1,78 @@
+"""Talking to a model in the terminal: the tokenizer's own template, and one cache for the whole conversation."""
+
+import sys
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import DynamicCache, set_seed
+
+from patches.errors import RetrofitError
+
+from .generation import Sampling, respond
+from .hub_errors import first_line
+
+
+class Chat:
+    """A conversation: each turn reads only what is new, the rest is in the cache and in the memory.
+
+    Args:
+        model: a causal LM.
+        tokenizer: its tokenizer, with a chat template.
+        sampling: how replies are drawn.
+        seed: of sampling, for the whole conversation.
+
+    Raises:
+        RetrofitError: the tokenizer has no chat template, or a number is out of range.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, sampling: Sampling | None = None, seed: int = 0):
+        if not tokenizer.chat_template:
+            raise RetrofitError(
+                "this tokenizer has no chat template: leave --chat away, or take the model's instruction-tuned version"
+            )
+        self.model, self.tokenizer, self.sampling = model, tokenizer, sampling or Sampling()
+        self.messages: list[dict[str, str]] = []
+        self.cache = DynamicCache(config=model.config)
+        self.cached = torch.empty(1, 0, dtype=torch.long, device=model.device)  # the tokens that are in the cache
+        set_seed(seed)
+
+    def say(self, text: str, stream: bool = False) -> str:
+        """One turn: the reply to ``text``, printed as it comes if ``stream``.
+
+        Raises:
+            RetrofitError: the template refuses the conversation.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = self._tokens(messages)
+        known = self.cached.shape[1]
+        # some templates rewrite earlier turns (they drop a reply's thoughts): then everything is read again
+        if not torch.equal(ids[:, :known], self.cached):
+            self.cache = DynamicCache(config=self.model.config)
+        tokens = respond(self.model, self.tokenizer, ids, self.sampling, stream=stream, cache=self.cache)
+        self.cached = tokens[:, : self.cache.get_seq_length()]
+        reply = self.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+        self.messages = [*messages, {"role": "assistant", "content": reply}]
+        return reply
+
+    def _tokens(self, messages: list[dict[str, str]]) -> Tensor:
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        except TemplateError as error:
+            raise RetrofitError(f"the tokenizer's chat template cannot be used: {first_line(error)}") from None
+        return ids["input_ids"].to(self.model.device)
+
+
+def talk(chat: Chat) -> None:
+    """Turns typed at the terminal (or piped, one to a line), until the input ends."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            text = input(prompt)
+        except EOFError:
+            return
+        if text.strip():
+            chat.say(text, stream=True)

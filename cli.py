@@ -309,7 +309,8 @@ def estimate(
         print_table(said, rows, honest.COLUMNS)
         typer.echo(honest.LEGEND)
         if device:
-            print_table("\nat least, at the device's peaks", rows, honest.SECONDS)
+            typer.echo("\nat the device's peaks, which nothing can beat:")
+            print_table("", rows, honest.SECONDS)
     if json_file is not None:
         write_rows(json_file, rows)
 

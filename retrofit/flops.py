@@ -88,7 +88,7 @@ def seen_keys(memory: Memory | None, tokens: int) -> Tensor:
         groups = ((index - W + 1) // memory.options.ratio).clamp_min(0)
         beyond = S + index - memory.options.ratio * groups + 1 + groups.clamp_max(memory.rows)
     else:
-        beyond = W + (t - W + 1).clamp(0, S)
+        beyond = torch.full_like(t, S + W)
     return torch.where(t < capacity, t + 1, beyond)
 
 

@@ -125,8 +125,8 @@ def _check_ruler(names: Iterable[str], lengths: list[int]) -> None:
     wrong = [length for length in lengths if length not in RULER_LENGTHS]
     if wrong and any(map(_is_ruler, names)):
         raise RetrofitError(
-            f"max_seq_lengths={wrong}: the harness scores RULER at {', '.join(map(str, RULER_LENGTHS))} only; for other "
-            "lengths use the built-in needle probes"
+            f"max_seq_lengths={wrong}: the harness has RULER at {', '.join(map(str, RULER_LENGTHS))} only: for "
+            "other lengths use the built-in needle probes"
         )
 
 

@@ -95,7 +95,9 @@ def run_harness(
     }
     scores: dict[tuple[str, str], dict[str, Any]] = {}
     for row, model in models.items():
-        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+        harness = HFLM(
+            pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length
+        )
         for template in (False, True):
             asked = [task for name, task in loaded.items() if chat[name] is template]
             if asked:

@@ -139,6 +139,19 @@ def accuracy(model, tokenizer) -> float:
 
 
 @pytest.mark.usefixtures("local_only")
+def test_a_chat_template_is_used_where_it_is_asked_for(tasks, model, byte_tokenizer, monkeypatch):
+    monkeypatch.setattr(byte_tokenizer, "chat_template", "{% for m in messages %}<u>{{ m['content'] }}</u>{% endfor %}")
+    read, generate = [], model.generate
+    monkeypatch.setattr(model, "generate", lambda **given: read.append(given["input_ids"][0]) or generate(**given))
+    asked = {"include_path": tasks, "limit": 1}
+    found = run_harness({"m": model}, byte_tokenizer, ["local_say"], apply_chat_template=True, **asked)
+    run_harness({"m": model}, byte_tokenizer, ["local_say"], **asked)
+    question = QUESTIONS[0]["question"]
+    assert [byte_tokenizer.decode(ids) for ids in read] == [f"<u>{question}</u>", question]
+    assert [line["chat"] for line in found["scores"]] == [True]
+
+
+@pytest.mark.usefixtures("local_only")
 def test_what_cannot_be_run_is_said(model, byte_tokenizer, tasks):
     with pytest.raises(RetrofitError, match=r"no task 'local_chose' \(did you mean 'local_choose'\?\)"):
         run_harness({"m": model}, byte_tokenizer, ["local_chose"], include_path=tasks)

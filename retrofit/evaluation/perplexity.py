@@ -1,0 +1,172 @@
+"""Perplexity by size of state: the table of TOVA's paper (arXiv 2401.06104, Table 3), its policies side by side.
+
+The paper reads PG-19's test set in texts of 4,096 tokens with LLaMA-2-7B, at 64 to 2,048 tokens. A policy's size is
+what it holds from one token to the next, sinks included: a column of the table costs every policy the same bytes of
+keys and values. The token that is being read comes on top with TOVA and H2O; with the windows it is one of the W.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from patches.errors import RetrofitError, nearest
+from retrofit.evaluate import _score as score_hidden
+from retrofit.patching import patch
+
+SIZES = (64, 128, 256, 512, 1024, 2048)
+CHUNK = 2048  # tokens per forward pass
+FULL = "full"
+
+
+def _window(size: int, sinks: int = 0) -> dict[str, Any]:
+    return {"memory": "none", "window": size - sinks, "sinks": sinks}
+
+
+# how each policy spends a size: arguments of retrofit.patch
+POLICIES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "window": _window,
+    "window+4": lambda size: _window(size, 4),
+    "h2o": lambda size: {"memory": "h2o", "window": size - size // 2, "heavy": size // 2},
+    "tova": lambda size: {"memory": "tova", "window": size},
+}
+
+
+def perplexity_by_size(
+    base: Any,
+    sequences: Tensor,
+    sizes: Sequence[int] = SIZES,
+    policies: Sequence[str] = tuple(POLICIES),
+    *,
+    chunk: int = CHUNK,
+    on_cell: Callable[[str, int | None, float], None] | None = None,
+) -> dict[str, dict[int | None, float]]:
+    """Perplexity of texts under each policy at each size of its state, and under full attention.
+
+    Texts are read in chunks through one cache: a policy's memory does not grow with them, full attention's does.
+
+    Args:
+        base: a base, or a patched model, whose base is taken.
+        sequences: (N, T) token ids, without padding; all but the first token of each are predicted.
+        sizes: tokens held per layer, sinks included.
+        policies: of :data:`POLICIES`.
+        chunk: tokens per forward pass.
+        on_cell: called with (policy, size, perplexity) when one is known; the size is None for full attention.
+
+    Returns:
+        ``{policy: {size: perplexity}}``, ``"full"`` first, under the size None.
+
+    Raises:
+        RetrofitError: an unknown policy, a size too small for one, or texts of less than two tokens.
+    """
+    for policy in policies:
+        if policy not in POLICIES:
+            raise RetrofitError(
+                f"unknown policy {policy!r}{nearest(policy, POLICIES)}: there are {', '.join(POLICIES)}"
+            )
+    if sequences.ndim != 2 or not len(sequences) or sequences.shape[1] < 2:
+        raise RetrofitError(f"texts of shape {tuple(sequences.shape)} predict nothing: give one of two tokens or more")
+    least = 5 if "window+4" in policies else 2
+    if min(sizes, default=least) < least:
+        raise RetrofitError(f"sizes={list(sizes)}: the smallest that these policies can be made of is {least}")
+
+    found: dict[str, dict[int | None, float]] = {name: {} for name in (FULL, *policies)}
+    cells: list[tuple[str, int | None]] = [(FULL, None), *((policy, size) for size in sizes for policy in policies)]
+    for policy, size in cells:
+        model = patch(base, **(_window(1) if size is None else POLICIES[policy](size))).eval()
+        with torch.no_grad(), model.memory_off() if size is None else nullcontext():
+            found[policy][size] = perplexity(model, sequences, chunk=chunk)
+        if on_cell is not None:
+            on_cell(policy, size, found[policy][size])
+    return found
+
+
+def perplexity(model: Any, sequences: Tensor, *, chunk: int = CHUNK) -> float:
+    """Perplexity of texts (N, T), each read by itself in chunks of so many tokens; every token but the first counts."""
+    head = model.get_output_embeddings()
+    total, last = 0.0, sequences.shape[1] - 1  # the last token has no next one to predict
+    for text in sequences:
+        ids = text[None].to(head.weight.device)
+        cache = DynamicCache(config=model.config)
+        for at in range(0, last, chunk):
+            end = min(at + chunk, last)
+            states = model.get_decoder()(input_ids=ids[:, at:end], past_key_values=cache, use_cache=True)
+            scores = score_hidden({"model": states.last_hidden_state[0]}, head, ids[0, at + 1 : end + 1])
+            total += scores["model"][0].sum(dtype=torch.float64).item()
+    return math.exp(total / (len(sequences) * last))
+
+
+def table(found: Mapping[str, Mapping[int | None, float]]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    """Rows and columns of :func:`perplexity_by_size` for :func:`retrofit.table.print_table`: a column for each size."""
+    sizes = sorted({size for scores in found.values() for size in scores if size is not None})
+    rows = [
+        {"policy": policy, **{str(size): scores.get(None, scores.get(size)) for size in sizes}}
+        for policy, scores in found.items()
+    ]
+    return rows, {"policy": ("", "")} | {str(size): (str(size), ".2f") for size in sizes}
+
+
+def read_sequences(
+    source: str, tokenizer: Any, *, length: int = 4096, count: int | None = None, per_text: int | None = None
+) -> Tensor:
+    """(N, ``length``) rows of the texts of ``source``, cut one after the other; what is left of a text is left out.
+
+    Args:
+        source: a text file, a folder of ``.txt`` files (PG-19's ``test`` as published), or a dataset of the Hub with a
+            column ``text``, of which the split ``test`` is read.
+        length: tokens per row.
+        count: rows at most.
+        per_text: rows of one text at most.
+
+    Raises:
+        RetrofitError: nothing there, or no text as long as one row.
+    """
+    rows: list[list[int]] = []
+    for text in _texts(source):
+        ids = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
+        pieces = (ids[at : at + length] for at in range(0, len(ids) - length + 1, length))
+        rows.extend(islice(pieces, per_text))
+        if count is not None and len(rows) >= count:
+            break
+    if not rows:
+        raise RetrofitError(f"{source} holds no text of {length} tokens: give longer texts, or read shorter rows")
+    return torch.tensor(rows[:count])
+
+
+def _texts(source: str) -> Iterator[str]:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = sorted(path.glob("*.txt"))
+        if not files:
+            raise RetrofitError(f"{path} holds no .txt files: give a folder with a text in each")
+    elif path.is_file():
+        files = [path]
+    elif path.suffix or source.count("/") > 1:
+        raise RetrofitError(f"there is no file or folder {source}")
+    else:
+        yield from _dataset(source)
+        return
+    for file in files:
+        try:
+            yield file.read_text(encoding="utf-8-sig")
+        except (UnicodeDecodeError, OSError) as error:
+            raise RetrofitError(f"{file} cannot be read as UTF-8 text: {error}") from error
+
+
+def _dataset(name: str) -> Iterator[str]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise RetrofitError(f"reading {name} from the Hub takes the package datasets: pip install datasets") from error
+    try:
+        for row in load_dataset(name, split="test", streaming=True):
+            yield row["text"]
+    except Exception as error:  # no network, no such dataset, no such split or column
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        raise RetrofitError(f"{name} is no file or folder here, and cannot be read from the Hub: {reason}") from error

@@ -412,7 +412,7 @@ def evaluate(
     window: Annotated[int | None, typer.Option(help="W of all rows, instead of the saved one.")] = None,
     sinks: Annotated[int | None, typer.Option(help="S of all rows, instead of the saved one.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the base: auto, float32 or bfloat16.")] = "auto",
-    data: Annotated[str | None, typer.Option(help="Text file: KL and NLL by position on it.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text: KL and NLL by position on it.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per row of it (default: 4 (W + S)).")] = None,
     eval_rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of it.")] = 16,
     probe: Annotated[
@@ -424,6 +424,13 @@ def evaluate(
     bindings: Annotated[list[int] | None, typer.Option(min=1, help="Outstanding in recall; again for more.")] = None,
     haystack: Annotated[str | None, typer.Option(help="Text file to hide needles in.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the chat template.")] = False,
+    benchmark: Annotated[list[str] | None, typer.Option(help="longbench, lveval, infinitebench, ...-own.")] = None,
+    benchmark_data: Annotated[str | None, typer.Option(help="Folder with its files (default: the Hub).")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, with commas.")] = None,
+    include_path: Annotated[str | None, typer.Option(help="Folder with further tasks for it.")] = None,
+    task_length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of its RULER tasks.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples of each benchmark's or harness's task.")] = None,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="State size: perplexity of the policies.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the probes.")] = 0,
     output: Output = Path("runs/eval"),
     overwrite: Overwrite = False,
@@ -432,11 +439,16 @@ def evaluate(
 
     An interrupted run continues where it was; DIR/eval.json has everything that is printed, and more.
     """
-    from retrofit.evaluation.run import Settings, run_evaluation, tables
+    from retrofit.evaluation.run import run_evaluation
+    from retrofit.evaluation.settings import Settings
+    from retrofit.evaluation.tables import tables
     from retrofit.table import print_table
 
-    chosen = {"probes": probe, "lengths": length, "depths": depth, "bindings": bindings}
-    given: dict[str, Any] = {name: tuple(values) for name, values in chosen.items() if values}
+    chosen: dict[str, Any] = {"probes": probe, "lengths": length, "depths": depth, "bindings": bindings}
+    chosen |= {"benchmarks": benchmark, "task_lengths": task_length, "sizes": size}
+    chosen["tasks"] = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    given: dict[str, Any] = {"probes": ()} if tasks or benchmark else {}  # unless asked for besides these
+    given |= {name: tuple(values) for name, values in chosen.items() if values}
     settings = Settings(
         model,
         tuple(adapter or ()),
@@ -449,6 +461,9 @@ def evaluate(
         samples=samples,
         haystack=haystack,
         chat=chat,
+        benchmark_data=benchmark_data,
+        include_path=include_path,
+        limit=limit,
         seed=seed,
         **given,
     )

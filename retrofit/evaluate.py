@@ -101,7 +101,7 @@ def evaluate(
                     hidden["teacher"] = _hidden(first, ids, start)[taken]
             hidden |= {name: _hidden(one, ids, start)[taken] for name, one in models.items()}
             targets = ids[:, start + 1 :][taken]
-            for name, scores in _score(hidden, first.get_output_embeddings(), targets).items():
+            for name, scores in score_hidden(hidden, first.get_output_embeddings(), targets).items():
                 rows[name].append(tuple(_spread(part.cpu(), where) for part in scores))
             if on_batch is not None:
                 on_batch(min(at + batch_size, len(sequences)), len(sequences))
@@ -135,7 +135,7 @@ def _hidden(model: Any, ids: Tensor, start: int) -> Tensor:
     return hidden_states(model, {"input_ids": ids})[:, start:-1]
 
 
-def _score(hidden: dict[str, Tensor], head: Any, targets: Tensor) -> dict[str, tuple[Tensor, ...]]:
+def score_hidden(hidden: dict[str, Tensor], head: Any, targets: Tensor) -> dict[str, tuple[Tensor, ...]]:
     """(nll, kl, correct), each (n,), for every entry (n, E) of ``hidden``; ``teacher``, if there, comes first."""
     parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in hidden}
     chunk = max(1, CHUNK_ELEMENTS // head.out_features)  # its weight may be spread over processes

@@ -64,13 +64,17 @@ def read_prompt(tokenizer: Any, sample: Sample) -> Any:
     return tokenizer(sample.prompt, return_tensors="pt", verbose=False)["input_ids"]
 
 
-def means(store: ResultStore, rows: Sequence[str], by: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Mean scores per task, and per value of the ``meta`` entries named in ``by``: one dictionary each, a key per row.
+def means(
+    store: ResultStore, rows: Sequence[str], tasks: Sequence[str], by: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Mean scores of ``tasks``, per value of the ``meta`` entries named in ``by``: one dictionary each, a key per row.
 
     Groups that not every row has finished are left out.
     """
     groups: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for line in store.results(kind="answer"):
+        if line["task"] not in tasks:
+            continue
         group = (line["task"], *(line["meta"].get(name) for name in by))
         groups.setdefault(group, {}).setdefault(line["row"], []).append(line["score"])
     found = []

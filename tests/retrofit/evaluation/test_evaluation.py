@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from retrofit.evaluation.contenders import contenders, load_contenders, lossless
 from retrofit.evaluation.feeding import answer
 from retrofit.evaluation.identity import identity
 from retrofit.evaluation.recall import _recalled
-from retrofit.evaluation.run import Settings, run_evaluation
+from retrofit.evaluation.run import run_evaluation
+from retrofit.evaluation.settings import Settings
 from retrofit.evaluation.store import ResultStore
+from retrofit.evaluation.tables import tables
 from retrofit.evaluation.text import by_distance, score_text
 from tests.helpers import awake, tokens
 
@@ -181,10 +184,10 @@ def test_the_command(byte_checkpoint: Path, adapter: Path, tmp_path: Path) -> No
     ("arguments", "said"),
     [
         (("--probe", "needle"), "unknown probe 'needle'"),
-        (("--data", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("--data", "nowhere.txt"), "there is no file or folder nowhere.txt"),
         (("--chat",), "has no chat template"),
         (("--probe", "recall", "--length", 60, "--bindings", 99), "99 bindings do not fit into 60 tokens"),
-        (("--seq-len", 9999), "fewer than one row of 9999"),
+        (("--seq-len", 9999), "holds no text of 9999 tokens"),
         (("--seq-len", 8, "--probe", "identity"), "never leave a window of 10"),
     ],
 )
@@ -196,3 +199,56 @@ def test_bad_input(
     done = command(byte_checkpoint, "--adapter", adapter, *data, *arguments, "-o", tmp_path / "out")
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
+
+
+def test_benchmarks_harness_and_sizes_beside_one_another(settings: Settings, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    published = tmp_path / "longbench"
+    published.mkdir()
+    row = {
+        "input": "Who?",
+        "context": "It was Ann. " * 9,
+        "answers": ["Ann"],
+        "length": 9,
+        "all_classes": None,
+        "_id": "x",
+    }
+    for task in ("hotpotqa", "musique", "narrativeqa", "qmsum", "triviaqa", "dureader"):
+        (published / f"{task}.jsonl").write_text(json.dumps({**row, "dataset": task, "language": "en"}) + "\n")
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "docs.jsonl").write_text(
+        json.dumps({"text": "to be or not", "choices": [" to be", " tee"], "gold": 0}) + "\n"
+    )
+    (tasks / "local.yaml").write_text(
+        "task: local_choice\ndataset_path: json\ndataset_kwargs:\n  data_files:\n"
+        f"    test: {tasks / 'docs.jsonl'}\ntest_split: test\noutput_type: multiple_choice\n"
+        'doc_to_text: "{{text}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{gold}}"\nmetric_list:\n  - metric: acc\n'
+    )
+    asked = replace(
+        settings,
+        probes=(),
+        benchmarks=("longbench",),
+        benchmark_data=str(published),
+        tasks=("local_choice",),
+        include_path=str(tasks),
+        limit=1,
+        sizes=(6, 12),
+        seq_len=40,
+    )
+    summary = run_evaluation(asked, tmp_path / "out")
+    longbench = summary["benchmarks"]["longbench"]
+    assert longbench["differs"] == "published with W + S = 8064 + 128, here 8 + 2"
+    assert len(longbench["scores"]) == 6
+    assert all(0 <= entry[row] <= 1 for entry in longbench["scores"] for row in ("teacher", "window-only", "first"))
+    assert {entry["task"] for entry in summary["harness"]} == {"local_choice"}
+    assert [entry["policy"] for entry in summary["sizes"]] == ["full", "window", "window+4", "h2o", "tova"]
+    titles = [title for title, _, _ in tables(summary)]
+    assert titles[-3:] == [f"longbench ({longbench['differs']})", "harness", "perplexity by size of state"]
+
+
+def test_sizes_want_a_text(settings: Settings) -> None:
+    with pytest.raises(RetrofitError, match="needs a text: give --data"):
+        replace(settings, data=None, sizes=(64,))
+    with pytest.raises(RetrofitError, match="there is no benchmark 'longbanch'"):
+        replace(settings, benchmarks=("longbanch",))

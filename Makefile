@@ -25,7 +25,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("retrofit needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) "$(TORCH)"
-	$(BIN)/python -m pip install $(PIP_ARGS) --editable ".[train,peft,deepspeed,dev]"
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable ".[train,peft,deepspeed,eval,dev]"
 	@touch $@
 
 demo: $(READY)

@@ -467,8 +467,11 @@ def evaluate(
         seed=seed,
         **given,
     )
-    for title, rows, columns in tables(run_evaluation(settings, output, overwrite)):
+    summary = run_evaluation(settings, output, overwrite)
+    for title, rows, columns in tables(summary):
         print_table(title, rows, columns)
+    for said in (said for one in summary["benchmarks"].values() for said in one["departures"]):
+        typer.echo(f"note: {said}")
     typer.echo(f"{output}: eval.json, results.jsonl")
 
 

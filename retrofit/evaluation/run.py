@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from patches.errors import RetrofitError
 from retrofit.evaluate import gap_closed
-from retrofit.evaluation.benchmarks import find_benchmark, load_benchmark
+from retrofit.evaluation.benchmarks import departures, load_benchmark
 from retrofit.evaluation.contenders import WINDOW_ONLY, Contender, load_contenders, lossless, ready
 from retrofit.evaluation.harness import run_harness
 from retrofit.evaluation.identity import identity
@@ -128,7 +128,10 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
         "needles": means(store, names, needles) if tasks else None,
         "needle_grid": means(store, names, needles, by=("length", "depth")) if tasks else None,
         "benchmarks": {
-            name: {"differs": differs(name, rows), "scores": means(store, names, [task.name for task in asked])}
+            name: {
+                "departures": departures(name, rows[1].model.config),
+                "scores": means(store, names, [task.name for task in asked]),
+            }
             for name, asked in published.items()
         },
         "harness": harness,
@@ -172,16 +175,6 @@ def _published(name: str, settings: Settings, tokenizer: Any) -> list[Task]:
     if settings.limit is None:
         return tasks
     return [replace(task, samples=_First(task.samples, settings.limit)) for task in tasks]
-
-
-def differs(name: str, rows: Sequence[Contender]) -> str:
-    """How the rows differ from what a benchmark's published figures were taken with, in words; empty if they do not."""
-    benchmark = find_benchmark(name)
-    found = {(row.model.config.memory["window"], row.model.config.memory["sinks"]) for row in rows if not row.teacher}
-    if found == {(benchmark.window, benchmark.sinks)}:
-        return ""
-    ours = ", ".join(f"{window} + {sinks}" for window, sinks in sorted(found))
-    return f"published with W + S = {benchmark.window} + {benchmark.sinks}, here {ours}"
 
 
 def _read(path: str) -> str:

@@ -39,8 +39,7 @@ def tables(summary: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]], dic
     if summary["needles"] is not None:
         found.append(("needles found", summary["needles"], {"task": ("", ""), "samples": ("samples", "d")} | scores))
     for name, one in summary["benchmarks"].items():
-        title = f"{name} ({one['differs']})" if one["differs"] else name
-        found.append((title, one["scores"], {"task": ("", ""), "samples": ("samples", "d")} | scores))
+        found.append((name, one["scores"], {"task": ("", ""), "samples": ("samples", "d")} | scores))
     if summary["harness"] is not None:
         values = {name: (name, ".3f") for name in names}
         found.append(("harness", summary["harness"], {"task": ("", ""), "metric": ("", "")} | values))

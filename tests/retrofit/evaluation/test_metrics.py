@@ -19,8 +19,8 @@ def test_words_are_lower_case_without_punctuation_and_articles():
 
 
 def test_f1_counts_a_repeated_token_as_often_as_both_have_it():
-    # common: x once (the reference has one), y once: 2; precision 2/4, recall 2/3; F1 = 2 * 1/2 * 2/3 / (7/6) = 4/7
-    assert f1(["x", "x", "x", "y"], ["x", "y", "z"]) == pytest.approx(4 / 7)
+    # common: x twice (the reference has two): 2; precision 2/4, recall 2/3; F1 = 2 * 1/2 * 2/3 / (7/6) = 4/7
+    assert f1(["x", "x", "x", "y"], ["x", "x", "z"]) == pytest.approx(4 / 7)
     assert f1(["x"], ["z"]) == 0
     assert f1([], []) == 0
 
@@ -50,6 +50,12 @@ def test_rouge_l_joins_the_subsequences_of_all_sentence_pairs():
     # reference w1 w2 w3 w4 w5; with "w1 w2 w6 w7 w8" it shares w1 w2, with "w1 w3 w8 w9 w5" w1 w3 w5: 4 words together
     # different words: 8 predicted (w1 w2 w6 w7 w8 w3 w9 w5), 5 expected; P 4/8, R 4/5, F = 2 * 0.4 / 1.3 = 8/13
     assert rouge_l("w1 w2 w6 w7 w8. w1 w3 w8 w9 w5", "w1 w2 w3 w4 w5") == pytest.approx(8 / 13, abs=1e-7)
+
+
+def test_rouge_l_of_two_equally_long_subsequences_takes_the_packages():
+    # of "x y" and "y x" both x and y are one; the package takes y, so with the sentence "y" the overlap is y alone
+    # different words: 2 and 2; P 1/2, R 1/2
+    assert rouge_l("y x. y", "x y") == pytest.approx(1 / 2, abs=1e-7)
 
 
 def test_rouge_l_minds_case_and_punctuation_other_than_the_full_stop():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -108,9 +109,11 @@ def _persist(upload: Callable[[], str], repo_id: str, token: str | None) -> str:
     for wait in (*WAITS, None):
         try:
             return upload()
+        except RetrofitError:
+            raise
         except HFValidationError:
             raise RetrofitError(f"{repo_id!r} is not a Hub id: write it as user/name") from None
-        except (HTTPError, OSError, RuntimeError) as error:
+        except (HTTPError, OSError, RuntimeError, ValueError) as error:  # the last for a card the Hub finds faults with
             stumbled = transient(error)
             if not stumbled or wait is None:
                 raise RetrofitError(f"the Hub did not take {repo_id}: {reason(error, token)}") from None
@@ -167,7 +170,7 @@ def _licence(api: HfApi, base: str | None, revision: str | None, token: str | No
             data = found.to_dict() if found is not None else {}
         else:
             data = {}
-    except (HTTPError, OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError, yaml.YAMLError) as error:
         print(f"note: the licence of {base} is not known: {redact(first_line(error), token)}", file=sys.stderr)
         data = {}
     return {key: data[key] for key in ("license", "license_name", "license_link") if isinstance(data.get(key), str)}

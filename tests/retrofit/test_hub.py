@@ -210,6 +210,20 @@ def test_the_card_is_completed(hub: HubServer, make_base: MakeBase, tmp_path: Pa
     assert "path/or/repo" not in card.text
 
 
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ("license: mine", r'Invalid metadata in README.md. - "license" must be one of a list'),
+        ("license: [", "README.md: what stands between its first --- lines is no card metadata"),
+        ("- a list", "no card metadata: repo card metadata block should be a dict"),
+    ],
+)
+def test_a_card_with_faults(hub: HubServer, adapter: Path, metadata: str, says: str) -> None:
+    (adapter / "README.md").write_text(f"---\n{metadata}\n---\n# Mine\n")
+    with pytest.raises(RetrofitError, match=says):
+        retrofit.push_folder(adapter, "user/first")
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_the_licence_of_a_base_on_the_hub(
     hub: HubServer, known: bool, model: Any, capfd: pytest.CaptureFixture[str]

@@ -104,6 +104,7 @@ def _card(memory: dict[str, Any], library: str, relation: str, load: str, detail
         "",
         load.format(base=base),
         "",
+        *([details.strip(), ""] if details else []),
         "## What does not work",
         "",
         "Assisted decoding, continuous batching, packed sequences, tensor parallelism, static caches, and continuing a "
@@ -114,6 +115,4 @@ def _card(memory: dict[str, Any], library: str, relation: str, load: str, detail
         LICENCE_OPEN,
         "",
     ]
-    if details:
-        lines += [details.strip(), ""]
     return "\n".join(lines)

@@ -67,6 +67,9 @@ def push_folder(
         make = adapter_card if kind == "adapter" else model_card
         card = file.read_text(encoding="utf-8") if file.is_file() else make(memory)
         base, at = memory.get("base"), memory.get("base_revision")
+        if not (base and is_hub_id(base)):
+            where = f"by a folder, {base}" if base else "nowhere"
+            print(f"note: the base is named {where}: say in {CARD} which model on the Hub it is", file=sys.stderr)
         write_text(Path(scratch, CARD), complete_card(card, repo_id, _licence(api, base, at, token)))
 
         def upload() -> str:

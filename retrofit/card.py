@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard
+
+from patches.errors import RetrofitError
 
 ADAPTER_HERE, MODEL_HERE = "path/or/repo-of-this-adapter", "path/or/repo-of-this-model"  # until it is pushed
 LICENCE_OPEN = "That of the base: see the base's card."
@@ -31,8 +34,15 @@ def complete_card(text: str, repo_id: str, licence: dict[str, str]) -> str:
         text: the card.
         repo_id: ``user/name`` on the Hub.
         licence: ``license``, ``license_name`` and ``license_link`` of the base's card, as far as known.
+
+    Raises:
+        RetrofitError: its metadata are no YAML.
     """
-    card = ModelCard(text.replace(ADAPTER_HERE, repo_id).replace(MODEL_HERE, repo_id), ignore_metadata_errors=True)
+    try:
+        card = ModelCard(text.replace(ADAPTER_HERE, repo_id).replace(MODEL_HERE, repo_id), ignore_metadata_errors=True)
+    except (ValueError, yaml.YAMLError) as error:
+        what = " ".join(str(error).split())
+        raise RetrofitError(f"README.md: what stands between its first --- lines is no card metadata: {what}") from None
     if licence and card.data.get("license") is None:
         for key, value in licence.items():
             card.data[key] = value
@@ -94,6 +104,7 @@ def _card(memory: dict[str, Any], library: str, relation: str, load: str, detail
         "",
         load.format(base=base),
         "",
+        *([details.strip(), ""] if details else []),
         "## What does not work",
         "",
         "Assisted decoding, continuous batching, packed sequences, tensor parallelism, static caches, and continuing a "
@@ -104,6 +115,4 @@ def _card(memory: dict[str, Any], library: str, relation: str, load: str, detail
         LICENCE_OPEN,
         "",
     ]
-    if details:
-        lines += [details.strip(), ""]
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -66,6 +67,9 @@ def push_folder(
         make = adapter_card if kind == "adapter" else model_card
         card = file.read_text(encoding="utf-8") if file.is_file() else make(memory)
         base, at = memory.get("base"), memory.get("base_revision")
+        if not (base and is_hub_id(base)):
+            where = f"by a folder, {base}" if base else "nowhere"
+            print(f"note: the base is named {where}: say in {CARD} which model on the Hub it is", file=sys.stderr)
         write_text(Path(scratch, CARD), complete_card(card, repo_id, _licence(api, base, at, token)))
 
         def upload() -> str:
@@ -108,9 +112,11 @@ def _persist(upload: Callable[[], str], repo_id: str, token: str | None) -> str:
     for wait in (*WAITS, None):
         try:
             return upload()
+        except RetrofitError:
+            raise
         except HFValidationError:
             raise RetrofitError(f"{repo_id!r} is not a Hub id: write it as user/name") from None
-        except (HTTPError, OSError, RuntimeError) as error:
+        except (HTTPError, OSError, RuntimeError, ValueError) as error:  # the last for a card the Hub finds faults with
             stumbled = transient(error)
             if not stumbled or wait is None:
                 raise RetrofitError(f"the Hub did not take {repo_id}: {reason(error, token)}") from None
@@ -167,7 +173,7 @@ def _licence(api: HfApi, base: str | None, revision: str | None, token: str | No
             data = found.to_dict() if found is not None else {}
         else:
             data = {}
-    except (HTTPError, OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError, yaml.YAMLError) as error:
         print(f"note: the licence of {base} is not known: {redact(first_line(error), token)}", file=sys.stderr)
         data = {}
     return {key: data[key] for key in ("license", "license_name", "license_link") if isinstance(data.get(key), str)}

@@ -56,7 +56,7 @@ def reason(error: Exception, token: str | None = None) -> str:
     unreachable = transient(error) or transient(cause)
     if unreachable:
         return f"{unreachable}: try again later, or check HF_ENDPOINT and the network"
-    return redact(first_line(error), token)
+    return redact(" ".join(str(error).split())[:300] or type(error).__name__, token)
 
 
 def redact(text: str, token: str | None = None) -> str:

@@ -41,7 +41,7 @@ class Repo:
 class Refusal(Exception):
     """An answer other than 200."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, **said: str):
+    def __init__(self, status: int, message: str, code: str | None = None, **said: Any):
         self.status, self.message, self.code, self.said = status, message, code, said
 
 
@@ -107,7 +107,7 @@ class HubServer:
         return [
             ("GET", "/api/whoami-v2", self._whoami),
             ("POST", "/api/repos/create", self._create),
-            ("POST", "/api/validate-yaml", lambda **_: {"errors": [], "warnings": []}),
+            ("POST", "/api/validate-yaml", self._validate),
             ("POST", f"{api}/preupload/(?P<revision>[^/]+)", self._preupload),
             ("POST", f"/{REPO}.git/info/lfs/objects/batch", self._batch),
             ("PUT", "/lfs/(?P<oid>[0-9a-f]+)", self._upload),
@@ -155,6 +155,11 @@ class HubServer:
         self.repos[name] = Repo(private=asked.get("private") is True or asked.get("visibility") == "private")
         self.repos[name].commit("main", {".gitattributes": b""}, "initial commit")
         return {"url": f"{self.endpoint}/{name}"}
+
+    def _validate(self, body: bytes, **_: Any) -> dict[str, Any]:
+        if "license: mine" in json.loads(body)["content"]:
+            raise Refusal(400, "Invalid metadata", errors=[{"message": '"license" must be one of a list'}])
+        return {"errors": [], "warnings": []}
 
     def _preupload(self, repo: str, user: str | None, body: bytes, revision: str, **_: Any) -> dict[str, Any]:
         self._at(self._writable(repo, user), revision)

@@ -197,7 +197,9 @@ def test_a_token_is_not_pushed(hub: HubServer, adapter: Path, name: str, word: s
     assert not hub.requests
 
 
-def test_the_card_is_completed(hub: HubServer, make_base: MakeBase, tmp_path: Path) -> None:
+def test_the_card_is_completed(
+    hub: HubServer, make_base: MakeBase, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     base = make_base("Qwen2")
     base.save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "README.md").write_text("---\nlicense: other\nlicense_name: my-own\n---\n# A base\n")
@@ -208,6 +210,22 @@ def test_the_card_is_completed(hub: HubServer, make_base: MakeBase, tmp_path: Pa
     assert "That of the base: my-own." in card.text
     assert card.text.count('"user/first"') == 2, "load_adapter and PeftModel"
     assert "path/or/repo" not in card.text
+    said = f"the base is named by a folder, {tmp_path / 'base'}: say in README.md which model on the Hub it is"
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ("license: mine", r'Invalid metadata in README.md. - "license" must be one of a list'),
+        ("license: [", "README.md: what stands between its first --- lines is no card metadata"),
+        ("- a list", "no card metadata: repo card metadata block should be a dict"),
+    ],
+)
+def test_a_card_with_faults(hub: HubServer, adapter: Path, metadata: str, says: str) -> None:
+    (adapter / "README.md").write_text(f"---\n{metadata}\n---\n# Mine\n")
+    with pytest.raises(RetrofitError, match=says):
+        retrofit.push_folder(adapter, "user/first")
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -224,7 +242,9 @@ def test_the_licence_of_a_base_on_the_hub(
     assert card.data.base_model == "someone/a-model"
     assert card.data.to_dict()["base_model_relation"] == "adapter"
     assert ("see the base's card" in card.text) is not known
-    assert ("licence of someone/a-model is not known" in capfd.readouterr().err) is not known
+    said = capfd.readouterr().err
+    assert ("licence of someone/a-model is not known" in said) is not known
+    assert "the base is named" not in said
 
 
 def test_a_folder_without_a_card_gets_one(hub: HubServer, model: Any, adapter: Path, tmp_path: Path) -> None:

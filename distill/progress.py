@@ -1,12 +1,15 @@
 """What is shown and written while a run goes on: one progress line, and a JSONL file with everything logged."""
 
 import json
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -63,7 +66,16 @@ class ProgressCallback(TrainerCallback):
             self.notes["kl"] = f"KL {logs['loss']:.4f}"
         if "eval_kl_gap_closed" in logs:
             self.notes["gap"] = f"held out {logs['eval_kl']:.4f} ({logs['eval_kl_gap_closed']:.0%} closed)"
+        self.notes["memory"] = f"{peak_bytes() / 2**30:.1f} GiB"
         self.bar.update(state.global_step, ", ".join(self.notes.values()), self.tokens_per_step)
+
+
+def peak_bytes() -> int:
+    """The most memory this process has held: on its GPU where it computes on one, else in all."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class RunLog(TrainerCallback):

@@ -1,10 +1,13 @@
 """What a long step shows where a bar cannot be redrawn, and what a run writes down."""
 
 import io
+import re
 
+import torch
 from rich.console import Console
+from transformers import TrainerState
 
-from distill.progress import progress_bar
+from distill.progress import ProgressCallback, peak_bytes, progress_bar
 
 
 def test_a_bar_in_a_log_file_is_ten_lines_with_its_notes() -> None:
@@ -26,3 +29,25 @@ def test_a_resumed_bar_starts_where_it_was() -> None:
         bar.update(95)
     assert "95/100" in out.getvalue()
     assert "0/100" not in out.getvalue()
+
+
+def test_the_progress_line_tells_kl_gap_memory_and_speed() -> None:
+    out = io.StringIO()
+    state = TrainerState(global_step=5)
+    with progress_bar("distilling", 10, console=Console(file=out, width=200)) as bar:
+        callback = ProgressCallback(bar, 2048)
+        callback.on_log(None, state, None, logs={"loss": 0.25})
+        callback.on_log(None, state, None, logs={"eval_kl": 0.125, "eval_kl_gap_closed": 0.5})
+        state.global_step = 6
+        callback.on_log(None, state, None, logs={"loss": 0.2})
+    line = next(line for line in out.getvalue().splitlines() if line.startswith("distilling 6/10"))
+    assert "KL 0.2000, held out 0.1250 (50% closed), " in line
+    assert re.search(r"\d+\.\d GiB, [\d,]+ tokens/s, \d+ s left$", line)
+
+
+def test_peak_memory_never_shrinks_and_sees_what_is_held() -> None:
+    before = peak_bytes()
+    held = torch.ones(2**27)  # 512 MiB
+    assert peak_bytes() >= max(before, held.nbytes)
+    del held
+    assert peak_bytes() >= 2**29

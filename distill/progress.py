@@ -66,8 +66,8 @@ class ProgressCallback(TrainerCallback):
             self.notes["kl"] = f"KL {logs['loss']:.4f}"
         if "eval_kl_gap_closed" in logs:
             self.notes["gap"] = f"held out {logs['eval_kl']:.4f} ({logs['eval_kl_gap_closed']:.0%} closed)"
-        self.notes["memory"] = f"{peak_bytes() / 2**30:.1f} GiB"
-        self.bar.update(state.global_step, ", ".join(self.notes.values()), self.tokens_per_step)
+        notes = [*self.notes.values(), f"{peak_bytes() / 2**30:.1f} GiB"]
+        self.bar.update(state.global_step, ", ".join(notes), self.tokens_per_step)
 
 
 def peak_bytes() -> int:

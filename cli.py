@@ -407,7 +407,10 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="Rows of a benchmark's --json (default: RUN/bench.json).")
     ] = None,
 ) -> None:
-    """One HTML page about a run: curves, KL by position, recall, costs, tables, recipe. Figures go to RUN/figures too."""
+    """One HTML page about a run: curves, KL by position, recall, costs, tables, recipe.
+
+    Its figures are written to RUN/figures too, as PNG and SVG.
+    """
     from retrofit.report.write import FIGURES
     from retrofit.report.write import report as write
 

@@ -157,6 +157,6 @@ def _lines(text: str) -> list[Row]:
 def _rows(text: str) -> list[Row]:
     found = json.loads(text)
     rows = records(found.get("rows") if isinstance(found, dict) else found)
-    if not rows:
-        raise ValueError("it holds no list of rows")
+    if not any("name" in row and ("length" in row or "context" in row) for row in rows):
+        raise ValueError("none of its rows has a name and a length: it is not what `retrofit bench ... --json` writes")
     return rows

@@ -1,5 +1,7 @@
 """The figure of something by distance past the window: buckets on the x axis, a line per row."""
 
+from itertools import pairwise
+
 from retrofit.report.style import Picture, Styles, canvas, legend, logarithmic, plain
 
 SECTION = "By position"
@@ -21,14 +23,14 @@ def by_distance(
     for row, values in found.items():
         points = sorted((place[edge], value) for edge, value in values.items())
         axes.plot(*zip(*points, strict=True), **styles.line(row), label=plain(row))
-    labels = [f"{edge:,}–{after - 1:,}" for edge, after in zip(edges, edges[1:], strict=False)] + [f"{edges[-1]:,}+"]
+    labels = [f"{edge:,}–{after - 1:,}" for edge, after in pairwise(edges)] + [f"{edges[-1]:,}+"]
     turned = {"rotation": 30, "ha": "right"} if sum(map(len, labels)) > 46 else {}
     axes.set_xticks(range(len(edges)), labels, **turned)
     axes.set_xlim(-0.25, len(edges) - 0.75)
     axes.set(xlabel="tokens past the window", ylabel=unit)
-    values = [value for row in found.values() for value in row.values()]
-    if min(values) > 0 and max(values) / min(values) > 3:
-        logarithmic(axes.yaxis, values)
+    every = [value for row in found.values() for value in row.values()]
+    if min(every) > 0 and max(every) / min(every) > 3:
+        logarithmic(axes.yaxis, every)
     legend(axes)
     said = [
         f"{plain(row)} from {values[min(values)]:.3g} to {values[max(values)]:.3g}" for row, values in found.items()

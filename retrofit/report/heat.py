@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from retrofit.report.collect import Row, names, number, records
-from retrofit.report.style import RC, WIDTH, Picture, plain, tokens
+from retrofit.report.style import PAPER, TEACHER, WIDTH, Picture, plain, styled, tokens
 
 SECTION = "Recall and needles"
 COLOURS = "cividis"  # even steps for colour-blind readers and on paper
@@ -43,6 +42,8 @@ def _picture(
         return
     samples = sorted({int(number(cell.get("samples")) or 0) for cell in whole})
     note = f"{samples[0]}{f' to {samples[-1]}' if len(samples) > 1 else ''} samples per cell; k = 1,024 tokens."
+    if TEACHER in panels and not _mean(panels[TEACHER]):
+        note += " The teacher itself does none of it: where the base cannot, no memory can."
     means = {row: _mean(table) for row, table in panels.items()}
     alt = f"Heat maps of the share {verb} by length and {key}; means: " + "; ".join(
         f"{plain(row)} {mean:.0f} %" for row, mean in means.items()
@@ -60,12 +61,12 @@ def _draw(
 ) -> Figure:
     across = max(1, min(3, len(panels), 12 // len(lengths)))
     down = -(-len(panels) // across)
-    with matplotlib.rc_context({**RC, "axes.grid": False, "font.size": 8.5}):
+    with styled({"axes.grid": False, "font.size": 8.5}):
         figure = Figure(figsize=(WIDTH, 0.7 + down * (0.62 + 0.27 * len(depths))), layout="constrained")
         grid: Any = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-        image = None
+        image: Any = None
         for axes, (row, table) in zip(grid.flat, panels.items(), strict=False):
-            image = axes.pcolormesh(table, cmap=COLOURS, vmin=0, vmax=100, edgecolors="white", linewidth=0.6)
+            image = axes.pcolormesh(table, cmap=COLOURS, vmin=0, vmax=100, edgecolors=PAPER, linewidth=0.6)
             for at, line in enumerate(table):
                 for to, value in enumerate(line):
                     shown = "–" if value != value else f"{value:.0f}"

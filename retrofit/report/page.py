@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from html import escape
-from itertools import groupby
 from pathlib import PurePath
 
 from retrofit.report.collect import Run, number, record, records
@@ -37,7 +36,8 @@ figcaption b { display: block }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .75rem .3rem 0; text-align: right; border-bottom: 1px solid var(GRID); vertical-align: bottom }
-th:first-child, td:first-child { text-align: left; min-width: 7rem }
+th { min-width: 4.2rem }
+th:first-child { text-align: left; min-width: 7.5rem; position: sticky; left: 0; background: var(--paper) }
 thead th { font-weight: 600; color: var(--muted); font-size: .82rem; line-height: 1.3 }
 tbody th { font-weight: 400 }
 .best { font-weight: 600 }
@@ -73,10 +73,11 @@ def page(run: Run, pictures: list[Picture]) -> str:
         *_missing(run.missing),
     ]
     found = list(tables(run))
-    if found:
-        parts += ["<h2>Results</h2>", *(_table(table, run.memory) for table in found)]
-    for section, group in groupby(pictures, key=lambda picture: picture.section):
-        parts += [f"<h2>{_safe(section)}</h2>", '<div class="figures">', *map(_figure, group), "</div>"]
+    sections = [table.section for table in found[:1]] + [part.section for part in [*pictures, *found]]
+    for section in dict.fromkeys(sections):
+        figures = [_figure(picture) for picture in pictures if picture.section == section]
+        parts += [f"<h2>{_safe(section)}</h2>", *(['<div class="figures">', *figures, "</div>"] if figures else [])]
+        parts += [_table(table, run.memory) for table in found if table.section == section]
     parts += [*_made(run), "</body>", "</html>"]
     return "\n".join(parts) + "\n"
 
@@ -145,10 +146,11 @@ def _missing(sentences: Iterable[str]) -> list[str]:
 
 def _table(table: Table, memory: str) -> str:
     head = "".join(f'<th scope="col">{_safe(cell)}</th>' for cell in table.header)
+    unique = len({row[0] for row in table.rows}) == len(table.rows)
     body = []
     for first, *rest in table.rows:
         cells = f'<th scope="row">{_safe(first)}</th>' + "".join(f"<td>{_safe(cell)}</td>" for cell in rest)
-        body.append(f"<tr{' class=best' if first == memory else ''}>{cells}</tr>")
+        body.append(f"<tr{' class=best' if first == memory and unique else ''}>{cells}</tr>")
     rows = f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
     return f'<h3>{_safe(table.title)}</h3><div class="wide" tabindex="0"><table>{rows}</table></div>'
 

@@ -19,7 +19,7 @@ TEACHER, WINDOW_ONLY, EQUAL = "teacher", "window-only", "window-only, equal memo
 # what benchmarks call the same two
 ALIASES = {"full attention": TEACHER, "none": WINDOW_ONLY}
 
-INK, GRID = "#1f2328", "#c9ced4"
+INK, GRID, PAPER = "#1f2328", "#c9ced4", "#fefefe"
 BLUE, ORANGE = "#0072b2", "#d55e00"
 # Okabe and Ito's colours, which colour-blind readers tell apart; their yellow and sky blue are too pale for white paper
 OTHERS = (BLUE, "#008060", "#b5518a", "#8a6d00", "#5b4bb5", "#2a7f9e")
@@ -27,15 +27,16 @@ OTHERS = (BLUE, "#008060", "#b5518a", "#8a6d00", "#5b4bb5", "#2a7f9e")
 DARK = {
     INK: "#e8eaed",
     GRID: "#454b52",
+    PAPER: "#15181c",
     BLUE: "#5cb8f2",
     ORANGE: "#ff8f45",
     **dict(zip(OTHERS[1:], ("#35cfa0", "#ee9acb", "#e3c04b", "#b3a6ff", "#7fd3ee"), strict=True)),
 }
-MARKERS = "osDv^P*X<>"
+MARKERS = "oDvP*X<>"
 WIDTH = 4.8  # inches: drawn small, letters stay readable on a phone
 LETTERS = 9.0  # points
 
-RC: dict[str, Any] = {
+RC: Any = {
     "font.size": LETTERS,
     "text.color": INK,
     "text.parse_math": False,  # names come from files: a dollar sign is a dollar sign
@@ -79,7 +80,8 @@ class Picture:
 
     def svg(self, page: bool = False) -> str:
         """The figure alone, on white; for the page on nothing, its colours variables of the page's theme."""
-        text = self._saved("svg", transparent=page, metadata={"Date": None, "Creator": None}).decode()
+        ground: dict[str, Any] = {"transparent": True} if page else {"facecolor": "white"}
+        text = self._saved("svg", metadata={"Date": None, "Creator": None}, **ground).decode()
         if page:
             text = text[text.index("<svg") :]
             for colour in DARK:
@@ -88,15 +90,20 @@ class Picture:
 
     def png(self) -> bytes:
         """The figure on white, twice as many pixels as a page shows."""
-        return self._saved("png", transparent=False, dpi=192)
+        return self._saved("png", facecolor="white", dpi=192)
 
     def _saved(self, kind: str, **how: Any) -> bytes:
         target = io.BytesIO()
         # ids in the SVG are hashed from this: no two figures of a page share one, and a second report is the same
-        with matplotlib.rc_context({**RC, "svg.hashsalt": self.name}), warnings.catch_warnings():
+        with styled({"svg.hashsalt": self.name}), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # a name in a script that the font lacks
-            self.figure.savefig(target, format=kind, facecolor="white", **how)
+            self.figure.savefig(target, format=kind, **how)
         return target.getvalue()
+
+
+def styled(more: dict[str, Any] | None = None) -> Any:
+    """A block in which matplotlib follows the settings above, and ``more``."""
+    return matplotlib.rc_context(RC | (more or {}))
 
 
 def variable(colour: str) -> str:
@@ -128,15 +135,15 @@ class Styles:
             dashes = (0, (5, 2)) if name == WINDOW_ONLY else (0, (1, 1.5))
             return {"color": ORANGE, "marker": "s" if name == WINDOW_ONLY else "x", "linestyle": dashes, "zorder": 3}
         if name == TEACHER:
-            return {"color": INK, "marker": "^", "linestyle": (0, (6, 2, 1, 2)), "zorder": 2}
+            return {"color": INK, "marker": "^", "linestyle": (0, (6, 2, 1, 2)), "zorder": 5, "linewidth": 1.4}
         place = self._place.get(name, 0)
-        marker = "oDvP*X<>"[place % 8]
+        marker = MARKERS[place % len(MARKERS)]
         return {"color": OTHERS[place % len(OTHERS)], "marker": marker, "linestyle": "-", "zorder": 4}
 
 
 def canvas(height: float = 3.1, **how: Any) -> Any:
     """A figure and its axes, in the style above."""
-    with matplotlib.rc_context(RC):
+    with styled():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         return figure, figure.subplots(**how)
 
@@ -145,7 +152,7 @@ def legend(axes: Any, columns: int = 2) -> None:
     """Above the axes, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        with matplotlib.rc_context(RC):
+        with styled():
             axes.legend(
                 handles,
                 labels,
@@ -158,19 +165,20 @@ def legend(axes: Any, columns: int = 2) -> None:
             )
 
 
-def logarithmic(axis: Any, values: Sequence[float], base: float = 10) -> None:
+def logarithmic(axis: Any, values: Sequence[float]) -> None:
     """A log scale with plain figures on it, if all ``values`` are positive."""
     if not values or min(values) <= 0:
         return
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     wide = max(values) / min(values)
-    axis.set_major_locator(LogLocator(base, subs=(1.0,) if wide > base**3 else (1.0, 2.0, 5.0), numticks=12))
+    between = (1.0,) if wide > 1e3 else (1.0, 2.0, 5.0) if wide > 10 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+    axis.set_major_locator(LogLocator(10, subs=between, numticks=20))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
 def at_lengths(axis: Any, lengths: Sequence[float]) -> None:
-    """A log scale in tokens with a tick at each of ``lengths`` (all positive), or at as many as there is room for."""
+    """The x axis as a log scale in tokens, with ticks at ``lengths`` (all positive), or at as many as fit."""
     axis.axes.set_xscale("log", base=2)
     step = -(-len(lengths) // 7)
     axis.set_ticks(list(lengths)[::step], [tokens(length) for length in lengths][::step])

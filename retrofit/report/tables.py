@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from retrofit.report.collect import Row, Run, names, number, record, records
-from retrofit.report.costs import shown
+from retrofit.report.costs import SECTION, shown
 
 TRAINING = {
     "window": ("window, tokens", ",.0f"),
@@ -28,8 +28,9 @@ COSTS = {
 
 @dataclass(frozen=True)
 class Table:
-    """Text under a title; the first column names the row, the others are figures."""
+    """Text under a title, in a section; the first column names the row, the others are figures."""
 
+    section: str
     title: str
     header: list[str]
     rows: list[list[str]]
@@ -39,23 +40,23 @@ def tables(run: Run) -> Iterator[Table]:
     """Every table there is something for."""
     trained = records(run.metrics.get("rows"))
     if trained:
-        yield _table("Held-out rows of training", trained, TRAINING)
+        yield _table("Results", "Held-out rows of training", trained, TRAINING)
     yield from _evaluation(run.evaluation)
     rows = [
         {**row, "name": shown(str(row.get("name"))), "length": row.get("length", row.get("context"))}
         for row in run.bench
     ]
     if rows:
-        yield _table("Costs", rows, COSTS)
+        yield _table(SECTION, "All lengths", rows, COSTS)
 
 
-def _table(title: str, rows: list[Row], columns: Mapping[str, tuple[str, str]]) -> Table:
+def _table(section: str, title: str, rows: list[Row], columns: Mapping[str, tuple[str, str]]) -> Table:
     """``rows`` under those of ``columns`` for which any has a figure."""
     there = {key: how for key, how in columns.items() if any(number(row.get(key)) is not None for row in rows)}
     body = [
         [str(row.get("name", "")), *(_cell(row.get(key), spec) for key, (_, spec) in there.items())] for row in rows
     ]
-    return Table(title, ["", *(header for header, _ in there.values())], body)
+    return Table(section, title, ["", *(header for header, _ in there.values())], body)
 
 
 def _evaluation(evaluation: Row) -> Iterator[Table]:
@@ -70,17 +71,17 @@ def _evaluation(evaluation: Row) -> Iterator[Table]:
     columns |= {f"needle {at}": (str(entry.get("task")), ".1%") for at, entry in enumerate(needles)}
     rows = []
     for contender in contenders:
-        name = contender.get("name")
+        name = str(contender.get("name"))
         row = {**contender, **{key: record(whole.get(key)).get(name) for key in ("kl", "kl_gap_closed", "nll")}}
-        recalled = [value for entry in recall if (value := number(entry.get(str(name)))) is not None]
+        recalled = [value for entry in recall if (value := number(entry.get(name))) is not None]
         row["recall"] = sum(recalled) / len(recalled) if recalled else None
-        rows.append(row | {f"needle {at}": entry.get(str(name)) for at, entry in enumerate(needles)})
+        rows.append(row | {f"needle {at}": entry.get(name) for at, entry in enumerate(needles)})
     if rows:
-        table = _table("Evaluation", rows, columns)
+        table = _table("Results", "Evaluation", rows, columns)
         if same:
-            table.header.append("its base, bit for bit, up to S + W")
+            table.header.append("equals its base up to S + W")
             for line in table.rows:
-                line.append({True: "yes", False: "NO"}.get(same.get(line[0]), "–"))
+                line.append("–" if line[0] not in same else "yes" if same[line[0]] is True else "NO")
         yield table
     tasks = {name: records(record(part).get("scores")) for name, part in record(evaluation.get("benchmarks")).items()}
     tasks["lm-evaluation-harness"] = records(evaluation.get("harness"))
@@ -90,7 +91,7 @@ def _evaluation(evaluation: Row) -> Iterator[Table]:
                 {**entry, "name": " ".join(str(entry[k]) for k in ("task", "metric") if entry.get(k))}
                 for entry in scores
             ]
-            yield _table(title, lines, {name: (name, ".3f") for name in found})
+            yield _table("Results", str(title), lines, {name: (name, ".3f") for name in found})
 
 
 def _cell(value: object, spec: str) -> str:

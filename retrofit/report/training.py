@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from retrofit.report.collect import Row, Run, number, record, records
 from retrofit.report.distance import by_distance
@@ -34,7 +33,7 @@ def thinned(points: Points) -> tuple[Points, int]:
     """At most :data:`MOST` points, each the mean of as many neighbours as the second value says."""
     size = max(1, -(-len(points) // MOST))
     parts = [points[at : at + size] for at in range(0, len(points), size)]
-    return [tuple(sum(one) / len(part) for one in zip(*part, strict=True)) for part in parts], size  # type: ignore[misc]
+    return [tuple(sum(one) / len(part) for one in zip(*part, strict=True)) for part in parts], size
 
 
 def _loss(run: Run, styles: Styles) -> Picture | None:
@@ -93,7 +92,7 @@ def _rate(run: Run, styles: Styles) -> Picture | None:
     axes.set(xlabel="optimizer steps", ylabel="learning rate")
     axes.set_ylim(bottom=0)
     top = max(rates, key=lambda point: point[1])
-    alt = f"Learning rate over optimizer steps: at most {top[1]:.3g}, at step {top[0]:.0f}; {rates[-1][1]:.3g} at the end."
+    alt = f"Learning rate over optimizer steps: {top[1]:.3g} at most, at step {top[0]:.0f}; {rates[-1][1]:.3g} at last."
     return Picture("learning-rate", SECTION, "Learning rate", alt, figure)
 
 
@@ -111,21 +110,26 @@ def _distance(run: Run, styles: Styles) -> Picture | None:
 
 
 def evaluation_distances(evaluation: Row, styles: Styles) -> Iterator[Picture]:
-    """KL and NLL by distance on the text of an evaluation."""
+    """KL, and NLL beside the teacher's, by distance on the text of an evaluation."""
     buckets = [entry for entry in records(evaluation.get("text")) if number(entry.get("beyond")) is not None]
     positions = sum(int(number(entry.get("positions")) or 0) for entry in buckets)
-    note = f"`retrofit eval`: {positions:,} positions past the window."
-    for what, title, unit, leave in (
-        ("kl", "KL by distance past the window, on the evaluation's text", KL, [TEACHER]),
-        ("nll", "NLL by distance past the window, on the evaluation's text", "NLL, nats per token", []),
+    note = f"The evaluation's text, {positions:,} positions past the window."
+    kl: dict[str, dict[int, float]] = {}
+    nll: dict[str, dict[int, float]] = {}
+    for entry in buckets:
+        edge = int(entry["beyond"])
+        teacher = number(record(entry.get("nll")).get(TEACHER))
+        for name, value in record(entry.get("kl")).items():
+            if name != TEACHER and (mean := number(value)) is not None:
+                kl.setdefault(name, {})[edge] = mean
+        for name, value in record(entry.get("nll")).items():
+            if teacher is not None and (mean := number(value)) is not None:
+                nll.setdefault(name, {})[edge] = mean - teacher
+    for name, title, unit, found in (
+        ("text-kl-by-position", "KL by distance past the window, evaluation", KL, kl),
+        ("text-nll-by-position", "NLL by distance past the window, evaluation", "NLL above the teacher's, nats", nll),
     ):
-        found: dict[str, dict[int, float]] = {}
-        for entry in buckets:
-            for name, value in record(entry.get(what)).items():
-                figure: Any = number(value)
-                if name not in leave and figure is not None:
-                    found.setdefault(name, {})[int(number(entry["beyond"]) or 0)] = figure
-        picture = by_distance(f"text-{what}-by-position", title, unit, found, styles, note)
+        picture = by_distance(name, title, unit, found, styles, note)
         if picture is not None:
             yield picture
 

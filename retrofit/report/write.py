@@ -47,8 +47,7 @@ def pictures(run: Run) -> list[Picture]:
     styles = Styles([*trained, *names(run.evaluation.get("rows")), *names(run.bench)])
     found = [*training_pictures(run, styles), *evaluation_distances(run.evaluation, styles)]
     found += [*heat_pictures(run.evaluation), *cost_pictures(run.bench, styles)]
-    sections = list(dict.fromkeys(picture.section for picture in found))
-    return sorted(found, key=lambda picture: sections.index(picture.section))
+    return found
 
 
 def _check(output: Path) -> None:

@@ -68,12 +68,17 @@ def write_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write ``text`` as UTF-8 to ``path`` in one step (temporary file, then rename)."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Write ``content`` to ``path`` in one step (temporary file, then rename)."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         os.chmod(draft, 0o644)
         os.replace(draft, path)
     except BaseException:

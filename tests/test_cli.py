@@ -19,7 +19,7 @@ from distill.recipe import shipped_recipes
 
 VERBS = [
     *([verb] for verb in ("demo", "distill", "patch", "merge", "generate", "convert", "eval")),
-    *(["bench", verb] for verb in ("window", "scan", "decode", "prefill", "capacity", "loss", "step")),
+    *(["bench", verb] for verb in ("window", "scan", "decode", "prefill", "run", "capacity", "loss", "step")),
     *(["recipes", verb] for verb in ("ls", "show", "cp", "check")),
 ]
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40

@@ -19,6 +19,8 @@ def test_rounds_interleave_the_arms_and_do_not_count_the_first() -> None:
     seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=2)
     assert order == ["a", "b"] * 3
     assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
+    interleaved({"c": lambda: order.append("c")}, repeats=1, warm_up=False)
+    assert order[6:] == ["c"]
     with pytest.raises(RetrofitError, match="repeats=0"):
         interleaved({}, repeats=0)
 

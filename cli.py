@@ -93,6 +93,7 @@ Json = Annotated[
 Length = Annotated[int, typer.Option(min=1, help="T: tokens.")]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Width of a head.")]
+Kinds = Annotated[list[str] | None, typer.Option(help="Kind of memory, or all; again for more.")]
 Repeats = Annotated[int, typer.Option(help="Rounds counted; each runs every form once.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads torch may use (default: its own choice).")]
 
@@ -538,7 +539,7 @@ def bench_scan(
 
 @bench.command("decode", epilog=example("retrofit bench decode --memory ahn-gdn --long 16384"))
 def bench_decode(
-    memory: Memory = "ahn-gdn",
+    memory: Kinds = None,
     window: Window = 512,
     sinks: Sinks = 4,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
@@ -549,13 +550,14 @@ def bench_decode(
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
-    """Time per token and cache bytes at two contexts, full attention beside a patched model."""
-    _measure("decode", (memory, window, sinks, layers, hidden, short, long), tokens, threads, json_file)
+    """Time per token and cache bytes at two contexts, full attention beside patched models."""
+    kinds = tuple(memory or ["ahn-gdn"])
+    _measure("decode", (kinds, window, sinks, layers, hidden, short, long), tokens, threads, json_file)
 
 
 @bench.command("prefill", epilog=example("retrofit bench prefill --memory joint --length 4096 --longest 32768"))
 def bench_prefill(
-    memory: Annotated[str, typer.Option(help="Kind of memory, or all.")] = "all",
+    memory: Kinds = None,
     window: Window = 512,
     sinks: Sinks = 4,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
@@ -567,7 +569,46 @@ def bench_prefill(
     json_file: Json = None,
 ) -> None:
     """Time to read a prompt, each memory beside none and full attention."""
-    _measure("prefill", (memory, window, sinks, layers, hidden, length, longest or length), repeats, threads, json_file)
+    kinds = tuple(memory or ["all"])
+    _measure("prefill", (kinds, window, sinks, layers, hidden, length, longest or length), repeats, threads, json_file)
+
+
+@bench.command(
+    "run",
+    epilog=example(
+        "retrofit bench run --memory all --length 4096 --length 16384",
+        "retrofit bench run --model runs/first/model --length 32768 --device cuda --dtype bfloat16",
+    ),
+)
+def bench_run(
+    memory: Kinds = None,
+    length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt; again for more.")] = None,
+    model: Annotated[str | None, typer.Option(help="A base or an exported model (default: a random Qwen2).")] = None,
+    window: Annotated[int | None, typer.Option(help="W (default: MODEL's own, or 512).")] = None,
+    sinks: Annotated[int | None, typer.Option(help="S (default: MODEL's own, or 4).")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
+    hidden: Annotated[int, typer.Option(min=1, help="Its width; heads are 64 wide.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each length.")] = 32,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens per call in which a prompt is read.")] = 2048,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    peak_tflops: Annotated[
+        float | None, typer.Option(min=1e-6, help="Of the device in that dtype (default: known, or measured).")
+    ] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=1e-6, help="Of its memory, GB/s.")] = None,
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Prefill, decoding, memory and cache of full attention, the window alone and memories, beside the roofline."""
+    from retrofit.estimate import Device
+
+    if (peak_tflops is None) != (bandwidth is None):
+        raise typer.BadParameter("--peak-tflops and --bandwidth go together: a roofline needs both")
+    best = Device(peak_tflops, bandwidth) if peak_tflops and bandwidth else None
+    lengths = tuple(length or (1024, 4096, 16384))
+    shape = (model, window, sinks, layers, hidden, tokens, chunk, device, dtype, best)
+    _measure("run", (tuple(memory or ()), lengths, *shape), repeats, threads, json_file)
 
 
 @bench.command("capacity", epilog=example("retrofit bench capacity --seeds 200"))
@@ -734,7 +775,9 @@ def _measure(
         torch.set_num_threads(threads)
     rows = bench.run(case, repeats)
     typer.echo(f"{case}, {torch.get_num_threads()} threads")
-    print_table(f"bench {name}", rows, bench.COLUMNS)
+    tables = bench.TABLES if name == "run" else {f"bench {name}": bench.COLUMNS}
+    for title, columns in tables.items():
+        print_table(title, rows, columns)
     if json_file is not None:
         write_rows(json_file, rows)
 

@@ -145,9 +145,10 @@ def joined_attention(parts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], sca
         B, kv_heads = k.shape[:2]
         empty = ~mask.any(-1, keepdim=True)  # no key at all would be NaN: such a part gets a share of 0 instead
         seen = (mask | empty).expand(B, -1).repeat_interleave(kv_heads, 0)[:, None, None]
-        q = q.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # (B H_kv, G, 1, D)
+        # the heads of a group as queries of one head: the kernel then reads each key once, not once for every head
+        q = q.squeeze(2).unflatten(1, (kv_heads, -1)).flatten(0, 1).unsqueeze(1)  # (B H_kv, 1, G, D)
         out, lse = attention_lse(q, k.flatten(0, 1), v.flatten(0, 1), seen, scale, dropout)
-        out, lse = (x.unflatten(0, (B, kv_heads)).flatten(1, 2) for x in (out, lse.unsqueeze(-1)))  # (B, H, 1, ...)
+        out, lse = (x.unflatten(0, (B, kv_heads)).flatten(1, 3).unsqueeze(2) for x in (out, lse.unsqueeze(-1)))
         outs.append(out)
         sums.append(lse.masked_fill(empty[:, :, None, None], float("-inf")))
     shares = torch.stack(sums).softmax(0)

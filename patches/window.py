@@ -192,13 +192,20 @@ def _unfold(x: Tensor, rows: int) -> Tensor:
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """One token on a full cache, no mask: ``q`` (B, H, n, D), ``k``, ``v`` (B, H_kv, m, D) -> (B, n, H, D)."""
-    return _attend(q, k, v, None, scale, dropout)[0]
+    """One token on a full cache, no mask: ``q`` (B, H, 1, D), ``k``, ``v`` (B, H_kv, m, D) -> (B, 1, H, D)."""
+    return _decode(_attend, q, k, v, scale, dropout)[0]
 
 
 def decode_attention_lse(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """:func:`decode_attention` and the log-sum-exp ``(B, n, H)`` of its logits."""
-    out, lse = _attend_lse(q, k, v, None, scale, dropout)
+    """:func:`decode_attention` and the log-sum-exp ``(B, 1, H)`` of its logits."""
+    out, lse = _decode(_attend_lse, q, k, v, scale, dropout)
     return out, lse
+
+
+def _decode(attend: Attend, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> tuple[Tensor, ...]:
+    # the heads of a group as queries of one head: the kernel then reads each key once, not once for every head
+    grouped = q.squeeze(2).unflatten(1, (k.shape[1], -1))  # (B, H_kv, G, D)
+    parts = attend(grouped, k, v, None, scale, dropout)  # (B, G, H_kv, ...)
+    return tuple(part.transpose(1, 2).flatten(1, 2).unsqueeze(1) for part in parts)

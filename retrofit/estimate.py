@@ -130,7 +130,7 @@ def estimate(
     for name, settings in kinds.items():
         memories: list[Memory | None] = layer_memories(config, settings) if settings else [None] * shape.layers
         extra = sum(parameter.numel() for _, parameter in skeleton(config, settings or plain).memory_parameters())
-        rows.append({"name": name, "extra_parameters": extra, **_costs(config, memories, length, batch, kept, extra)})
+        rows.append({"name": name, "extra_parameters": extra, **costs(config, memories, length, batch, kept, extra)})
     for row in rows:
         row["prefill_ratio"] = row["prefill_flops"] / rows[0]["prefill_flops"]
         row["cache_ratio"] = row["cache_bytes"] / rows[0]["cache_bytes"]
@@ -147,7 +147,7 @@ def estimate(
     return rows, said
 
 
-def _costs(
+def costs(
     config: Any, memories: list[Memory | None], length: int, batch: int, dtype: torch.dtype, extra: int
 ) -> dict[str, int]:
     """Operations to read the prompt, bytes kept after it, bytes that one more token of every sequence moves."""

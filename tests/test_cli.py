@@ -18,11 +18,9 @@ from cli import app
 from distill.recipe import shipped_recipes
 
 VERBS = [
-    *(
-        [verb]
-        for verb in ("demo", "distill", "patch", "merge", "generate", "convert", "eval", "estimate", "push", "doctor")
-    ),
-    *(["bench", verb] for verb in ("window", "scan", "decode", "prefill", "capacity", "loss", "step")),
+    *([verb] for verb in ("demo", "distill", "patch", "merge", "generate", "convert", "push")),
+    *([verb] for verb in ("eval", "report", "estimate", "doctor")),
+    *(["bench", verb] for verb in ("window", "scan", "decode", "prefill", "run", "capacity", "loss", "step")),
     *(["recipes", verb] for verb in ("ls", "show", "cp", "check")),
 ]
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40

@@ -1,14 +1,16 @@
 """`retrofit bench decode`: time per token and cache bytes of a patched model at a short and at a long context."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import retrofit
 from patches.errors import RetrofitError
+from patches.kinds import KINDS, find_kind
 from retrofit.bench.timing import interleaved, ratios, spread
 
 VOCABULARY = 1024  # small: the head costs the same at every context
@@ -26,9 +28,9 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A random Qwen2 of this shape, its memory, and the two contexts (tokens already read) to decode at."""
+    """A random Qwen2 of this shape, memories (or ``"all"``), and two contexts (tokens already read) to decode at."""
 
-    memory: str = "ahn-gdn"
+    memories: tuple[str, ...] = ("ahn-gdn",)
     window: int = 512
     sinks: int = 4
     layers: int = 4
@@ -41,17 +43,19 @@ class Case:
             exact = self.window + self.sinks
             raise RetrofitError(f"contexts of {self.short} and {self.long}: choose them so that {exact} < short < long")
         check_hidden(self.hidden)
+        named_kinds(self.memories)
 
 
 def run(case: Case, repeats: int = 64) -> list[dict[str, Any]]:
-    """Seconds per token (``repeats`` of them) and bytes of cache, full attention beside the patched model.
+    """Seconds per token (``repeats`` of them) and bytes of cache, full attention beside patched models.
 
     Returns:
-        For full attention and for the memory: a row per context with ``context``, ``seconds`` (median; ``_low``,
+        For full attention, `none` and each memory: a row per context with ``context``, ``seconds`` (median; ``_low``,
         ``_high``) and ``cache_bytes``, then a row ``long / short`` with the ratios of both.
     """
     base = random_base(case.layers, case.hidden, 2 * case.long)
-    models = {"full attention": base, case.memory: retrofit.patch(base, case.memory, case.window, case.sinks)}
+    models = {"full attention": base}
+    models |= {kind: retrofit.patch(base, kind, case.window, case.sinks) for kind in named_kinds(case.memories)}
     caches, arms = {}, {}
     for name, model in models.items():
         for context in (case.short, case.long):
@@ -78,6 +82,16 @@ def check_hidden(hidden: int) -> None:
         raise RetrofitError(f"hidden={hidden}: it must be a multiple of {2 * HEAD_DIM}")
 
 
+def named_kinds(memories: Sequence[str]) -> list[str]:
+    """The kinds that these names stand for, `none` first.
+
+    Raises:
+        RetrofitError: there is no such kind.
+    """
+    kinds = [kind for name in memories for kind in (KINDS if name == "all" else [find_kind(name).kind])]
+    return list(dict.fromkeys(["none", *kinds]))
+
+
 def random_base(layers: int, hidden: int, positions: int) -> PreTrainedModel:
     """A randomly initialised Qwen2 in eval mode: speed does not depend on what the weights are."""
     torch.manual_seed(0)
@@ -93,15 +107,20 @@ def random_base(layers: int, hidden: int, positions: int) -> PreTrainedModel:
     return Qwen2ForCausalLM(config).eval()
 
 
+def stepper(model: Any, ids: Tensor, cache: Any) -> Callable[[], None]:
+    """A function that decodes one more token on ``cache``: each call that of ``ids`` (1, T) which comes first."""
+
+    def step() -> None:
+        with torch.no_grad():
+            model(ids[:, :1], past_key_values=cache, use_cache=True)
+
+    return step
+
+
 def _prefilled(model: Any, context: int) -> tuple[Any, Callable[[], None]]:
     """A cache that has read ``context`` tokens, and a function that decodes one more on it."""
     generator = torch.Generator().manual_seed(context)
     ids = torch.randint(VOCABULARY, (1, context), generator=generator)
     with torch.no_grad():
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
-
-    def step() -> None:
-        with torch.no_grad():
-            model(ids[:, :1], past_key_values=cache, use_cache=True)
-
-    return cache, step
+    return cache, stepper(model, ids, cache)

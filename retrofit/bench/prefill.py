@@ -8,8 +8,7 @@ import torch
 
 import retrofit
 from patches.errors import RetrofitError
-from patches.kinds import KINDS, find_kind
-from retrofit.bench.decode import VOCABULARY, check_hidden, random_base
+from retrofit.bench.decode import VOCABULARY, check_hidden, named_kinds, random_base
 from retrofit.bench.timing import interleaved, ratios, spread
 
 FULL = "full attention"
@@ -26,9 +25,9 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A random Qwen2 of this shape, a memory (or ``"all"``), and prompts from ``length``, doubled up to ``longest``."""
+    """A random Qwen2 of this shape, memories (or ``"all"``), and prompts from ``length``, doubled up to ``longest``."""
 
-    memory: str = "all"
+    memories: tuple[str, ...] = ("all",)
     window: int = 512
     sinks: int = 4
     layers: int = 4
@@ -41,29 +40,27 @@ class Case:
             exact = self.window + self.sinks
             raise RetrofitError(f"prompts of {self.length} to {self.longest} tokens: both must be longer than {exact}")
         check_hidden(self.hidden)
-        if self.memory != "all":
-            find_kind(self.memory)
-
-    @property
-    def kinds(self) -> list[str]:
-        """The memories to measure; `none` is always among them."""
-        return list(KINDS) if self.memory == "all" else list(dict.fromkeys(["none", self.memory]))
+        named_kinds(self.memories)
 
 
 def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:
     """Seconds of one forward pass over the prompt without a cache to keep, ``repeats`` interleaved rounds.
+
+    One more round, at the first length, comes before and is not counted.
 
     Returns:
         For full attention and each memory a row per length with ``seconds`` (median; ``_low``, ``_high``), ``to_none``
         and, from the second length on, ``to_half``: medians of the rounds' ratios.
     """
     base = random_base(case.layers, case.hidden, case.longest)
-    models = {FULL: base} | {kind: retrofit.patch(base, kind, case.window, case.sinks) for kind in case.kinds}
+    models = {FULL: base} | {
+        kind: retrofit.patch(base, kind, case.window, case.sinks) for kind in named_kinds(case.memories)
+    }
     rows: list[dict[str, Any]] = []
     before: dict[str, list[float]] = {}
     length = case.length
     while length <= case.longest:
-        seconds = interleaved({name: _reader(model, length) for name, model in models.items()}, repeats)
+        seconds = interleaved({name: _reader(model, length) for name, model in models.items()}, repeats, not before)
         for name in models:
             row: dict[str, Any] = {"name": name, "length": length, **spread("seconds", seconds[name])}
             row["to_none"] = spread("x", ratios(seconds[name], seconds["none"]))["x"]

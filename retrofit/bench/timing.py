@@ -14,11 +14,11 @@ STATUS = Path("/proc/self/status")
 PEAK_RESET = Path("/proc/self/clear_refs")  # writing 5 sets the peak back to what is held now (proc(5))
 
 
-def interleaved(arms: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def interleaved(arms: Mapping[str, Callable[[], object]], repeats: int, warm_up: bool = True) -> dict[str, list[float]]:
     """Seconds of each arm, ``repeats`` times.
 
     A round runs every arm once, so that a slow spell of the machine hits all alike. One round before the first is not
-    counted: it loads kernels and fills caches.
+    counted (``warm_up``): it loads kernels and fills caches.
 
     Raises:
         RetrofitError: ``repeats`` is below 1.
@@ -26,7 +26,7 @@ def interleaved(arms: Mapping[str, Callable[[], object]], repeats: int) -> dict[
     if repeats < 1:
         raise RetrofitError(f"repeats={repeats}: measure at least once")
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for counted in range(repeats + 1):
+    for counted in range(0 if warm_up else 1, repeats + 1):
         for name, arm in arms.items():
             began = time.perf_counter()
             arm()
@@ -53,14 +53,17 @@ def peak_extra_bytes(prepare: Callable[..., Callable[[], object]], *arguments: A
 
     A fresh process calls ``prepare(*arguments)``, which builds the inputs and returns the function to measure; its peak
     resident size while that function runs, less its resident size just before, is the answer. Nothing is warmed up
-    first: memory freed by an earlier call could be used again without being seen.
+    first: memory freed by an earlier call could be used again without being seen. (The processes are forked from one
+    that has only imported the libraries: importing takes longer than most measurements.)
 
     Returns:
         Bytes, or None where the system does not tell (it does on Linux).
     """
     if not PEAK_RESET.exists():
         return None
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["retrofit"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(_peak_extra_bytes, prepare, arguments).result()
 
 

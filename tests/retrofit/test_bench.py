@@ -19,6 +19,8 @@ def test_rounds_interleave_the_arms_and_do_not_count_the_first() -> None:
     seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=2)
     assert order == ["a", "b"] * 3
     assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
+    interleaved({"c": lambda: order.append("c")}, repeats=1, warm_up=False)
+    assert order[6:] == ["c"]
     with pytest.raises(RetrofitError, match="repeats=0"):
         interleaved({}, repeats=0)
 
@@ -77,8 +79,9 @@ def test_scan_rows() -> None:
 
 @pytest.mark.parametrize("memory", ["ahn-gdn", "ahn-dn", "none"])
 def test_decoding_holds_the_same_bytes_at_any_context(memory: str) -> None:
-    case = decode.Case(memory, window=8, sinks=2, layers=1, hidden=128, short=20, long=80)
-    full_short, full_long, full_ratio, short, long, ratio = decode.run(case, repeats=1)
+    case = decode.Case((memory,), window=8, sinks=2, layers=1, hidden=128, short=20, long=80)
+    full_short, full_long, full_ratio, *_, short, long, ratio = decode.run(case, repeats=1)
+    assert (long["name"], ratio["name"]) == (memory, f"{memory}: long / short")
     assert (short["context"], long["context"]) == (20, 80)
     assert ratio["cache_bytes"] == 1.0
     assert 0 < long["cache_bytes"] == short["cache_bytes"] < full_long["cache_bytes"]
@@ -87,7 +90,7 @@ def test_decoding_holds_the_same_bytes_at_any_context(memory: str) -> None:
 
 def test_prefill_rows_are_beside_none_and_the_half_length() -> None:
     rows = prefill.run(
-        prefill.Case("ahn-dn", window=8, sinks=2, layers=1, hidden=128, length=20, longest=40), repeats=1
+        prefill.Case(("ahn-dn",), window=8, sinks=2, layers=1, hidden=128, length=20, longest=40), repeats=1
     )
     assert [(row["name"], row["length"]) for row in rows] == [
         (name, length) for name in (prefill.FULL, "none", "ahn-dn") for length in (20, 40)

@@ -73,7 +73,8 @@ def page(run: Run, pictures: list[Picture]) -> str:
         *_missing(run.missing),
     ]
     found = list(tables(run))
-    sections = [table.section for table in found[:1]] + [part.section for part in [*pictures, *found]]
+    sections = [table.section for table in found[:1]]
+    sections += [picture.section for picture in pictures] + [table.section for table in found]
     for section in dict.fromkeys(sections):
         figures = [_figure(picture) for picture in pictures if picture.section == section]
         parts += [f"<h2>{_safe(section)}</h2>", *(['<div class="figures">', *figures, "</div>"] if figures else [])]

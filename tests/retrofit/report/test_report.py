@@ -1,4 +1,4 @@
-"""The report: everything that is there is shown, everything missing is said, nothing from a file is taken for markup."""
+"""The report: what is there is shown, what is missing is said, and nothing from a file is taken for markup."""
 
 import json
 import re
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from patches.errors import RetrofitError
-from retrofit.report.collect import collect, number
+from retrofit.report.collect import Run, collect, number
+from retrofit.report.page import page
 from retrofit.report.style import DARK, Styles
 from retrofit.report.training import thinned
 from retrofit.report.write import pictures, report
-
-from .conftest import NASTY, training, write_run
+from tests.retrofit.report.runs import NASTY, training, write_run
 
 ALL = {
     *("loss", "gap-closed", "learning-rate", "kl-by-position", "text-kl-by-position", "text-nll-by-position"),
@@ -23,12 +23,23 @@ ALL = {
 }
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A whole run."""
+    return write_run(tmp_path / "run")
+
+
+def drawn(run: Run) -> set[str]:
+    """Names of the figures there are."""
+    return {picture.name for picture in pictures(run)}
+
+
 def test_a_whole_run(run: Path) -> None:
-    page, made, missing = report(run)
-    assert page == run / "report.html"
+    written, made, missing = report(run)
+    assert written == run / "report.html"
     assert {picture.name for picture in made} == ALL
     assert missing == []
-    text = page.read_text()
+    text = written.read_text()
     for words in (
         "0.0050",
         "95.0%",
@@ -72,8 +83,8 @@ def test_the_page_asks_nothing_of_a_network_and_its_colours_follow_the_theme(run
 
 def test_what_files_say_is_never_markup(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", NASTY)
-    page, made, _ = report(run)
-    text = page.read_text()
+    written, made, _ = report(run)
+    text = written.read_text()
     assert "<script" not in text
     assert "&lt;script&gt;" in text
     assert {picture.name for picture in made} == ALL  # nor mathematics: a dollar sign is one
@@ -81,12 +92,22 @@ def test_what_files_say_is_never_markup(tmp_path: Path) -> None:
         ET.fromstring(path.read_bytes())
 
 
-@pytest.mark.parametrize("name", ["\ud800", "a\x00b\nc", "_hidden", "x" * 5000, "模型", ""])
-def test_names_that_are_hard_to_draw(name: str, tmp_path: Path) -> None:
-    page, _, _ = report(write_run(tmp_path / "run", name))
-    assert page.read_text().endswith("</html>\n")
-    for path in (tmp_path / "run" / "figures").glob("*.svg"):
-        ET.fromstring(path.read_bytes())
+def test_names_that_are_hard_to_draw(run: Path) -> None:
+    path = run / "eval" / "eval.json"
+    found = json.loads(path.read_text())
+    for name in ("\ud800", "a\x00b\nc", "_hidden", "x" * 5000, "模型", ""):
+        found["rows"].append({"name": name})
+        for entry in found["text"]:
+            entry["kl"][name] = 0.3
+        for entry in found["recall"]:
+            entry[name] = 0.5
+    path.write_text(json.dumps(found))
+    written, made, _ = report(run)
+    assert written.read_text().endswith("</html>\n")
+    for svg in (run / "figures").glob("*.svg"):
+        ET.fromstring(svg.read_bytes())
+    (kl,) = [picture for picture in made if picture.name == "text-kl-by-position"]
+    assert len(kl.figure.axes[0].get_legend().get_texts()) == 8
 
 
 @pytest.mark.parametrize(
@@ -101,24 +122,24 @@ def test_names_that_are_hard_to_draw(name: str, tmp_path: Path) -> None:
 )
 def test_what_is_missing_is_said_and_the_rest_is_shown(absent: str, gone: set[str], said: str, run: Path) -> None:
     (run / absent).unlink()
-    page, made, missing = report(run)
-    assert {picture.name for picture in made} == ALL - gone
-    assert len(missing) == 1
-    assert said in missing[0]
-    assert said in page.read_text()
+    found = collect(run)
+    assert drawn(found) == ALL - gone
+    assert len(found.missing) == 1
+    assert said in found.missing[0]
+    assert said in page(found, [])
 
 
 def test_the_curve_in_metrics_stands_in_for_a_lost_log(run: Path) -> None:
     (run / "log.jsonl").unlink()
     metrics, log = training()
     (run / "metrics.json").write_text(json.dumps(metrics | {"curve": log}))
-    assert {picture.name for picture in report(run)[1]} == ALL
+    assert drawn(collect(run)) == ALL
 
 
 def test_a_log_cut_off_in_its_last_line(run: Path) -> None:
     with (run / "log.jsonl").open("a") as file:
         file.write('{"loss": 0.0')
-    assert {picture.name for picture in report(run)[1]} == ALL
+    assert drawn(collect(run)) == ALL
 
 
 @pytest.mark.parametrize(
@@ -129,27 +150,28 @@ def test_a_log_cut_off_in_its_last_line(run: Path) -> None:
 def test_a_broken_file_does_not_hide_the_others(content: str, run: Path) -> None:
     for name in ("metrics.json", "eval/eval.json", "bench.json"):
         (run / name).write_text(content)
-    _, made, missing = report(run)
-    assert {picture.name for picture in made} >= {"loss", "gap-closed", "learning-rate", "kl-by-position"}
-    assert any("bench.json cannot be read" in sentence for sentence in missing)
+    found = collect(run)
+    assert drawn(found) >= {"loss", "gap-closed", "learning-rate", "kl-by-position"}
+    assert any("bench.json cannot be read" in sentence for sentence in found.missing)
+    assert "</html>" in page(found, [])
 
 
 def test_figures_that_are_none(run: Path) -> None:
     bad = [{"step": step, "loss": value} for step, value in enumerate(["x", None, True, 10**400, [], {}, 0.5])]
     text = "".join(json.dumps(entry) + "\n" for entry in bad) + '{"step": 8, "loss": NaN}\n{"step": NaN, "loss": 1}\n'
     (run / "log.jsonl").write_text(text)
-    (loss, *_) = report(run)[1]
+    (loss, *_) = pictures(collect(run))
     assert loss.name == "loss"
     assert "0.5 to 0.5" in loss.alt
     assert number(float("inf")) is None
 
 
 def test_the_folder_of_an_evaluation(run: Path) -> None:
-    page, made, missing = report(run / "eval")
-    assert page == run / "eval" / "report.html"
+    written, made, missing = report(run / "eval")
+    assert written == run / "eval" / "report.html"
     assert {picture.section for picture in made} == {"By position", "Recall and needles"}
     assert "No training" in missing[0]
-    text = page.read_text()
+    text = written.read_text()
     assert "Evaluation of some/model" in text
     assert "<td>yes</td>" in text  # bit-identical
     assert "<td>NO</td>" in text
@@ -158,8 +180,8 @@ def test_the_folder_of_an_evaluation(run: Path) -> None:
 def test_other_places(run: Path, tmp_path: Path) -> None:
     (run / "eval").rename(tmp_path / "elsewhere")
     (run / "bench.json").rename(tmp_path / "costs.json")
-    page, made, _ = report(run, tmp_path / "new" / "first.html", tmp_path / "elsewhere", tmp_path / "costs.json")
-    assert page.is_file()
+    written, made, _ = report(run, tmp_path / "new" / "first.html", tmp_path / "elsewhere", tmp_path / "costs.json")
+    assert written.is_file()
     assert {picture.name for picture in made} == ALL
 
 
@@ -193,9 +215,9 @@ def test_everyone_keeps_his_colour(run: Path) -> None:
 
     made = {picture.name: picture for picture in pictures(collect(run))}
     for name in ("gap-closed", "kl-by-position", "text-kl-by-position", "prefill"):
-        drawn = {line.get_label(): line.get_color() for line in made[name].figure.axes[0].get_lines()}
-        assert drawn["joint"] == styles.line("joint")["color"], name
-        assert drawn["window-only"] == styles.line("none")["color"], name
+        shown = {line.get_label(): line.get_color() for line in made[name].figure.axes[0].get_lines()}
+        assert shown["joint"] == styles.line("joint")["color"], name
+        assert shown["window-only"] == styles.line("none")["color"], name
 
 
 def test_heat_maps_put_each_share_where_it_belongs(run: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from retrofit.report.write import report
-
-from .conftest import NASTY, write_run
+from tests.retrofit.report.runs import NASTY, write_run
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 NASTY = "<script>alert('$x$')</script>"
 
 
@@ -17,9 +15,7 @@ def training(name: str = "joint") -> tuple[dict[str, Any], list[dict[str, Any]]]
         if step % 5 == 0:
             kl = {"eval_kl": 0.1 / step, "eval_kl_beyond_0": 0.05 / step, "eval_kl_beyond_16": 0.2 / step}
             bare = {
-                "eval_kl_window_only": 0.1,
-                "eval_kl_window_only_beyond_0": 0.05,
-                "eval_kl_window_only_beyond_16": 0.2,
+                f"eval_kl_window_only{key}": kl for key, kl in {"": 0.1, "_beyond_0": 0.05, "_beyond_16": 0.2}.items()
             }
             log.append({"step": step, **kl, **bare, "eval_kl_gap_closed": 1 - 1 / step})
     rows = [
@@ -64,9 +60,11 @@ def evaluation(name: str = "joint") -> dict[str, Any]:
         "recall": [{"length": n, "bindings": b, "samples": 3, **shares} for n in (64, 128) for b in (1, 4)],
         "needles": [{"task": "passkey", "samples": 3, **shares}],
         "needle_grid": [
-            {"task": "passkey", "length": n, "depth": depth, "samples": 3, **shares} for n in (64, 128) for depth in (0.0, 1.0)
+            {"task": "passkey", "length": length, "depth": depth, "samples": 3, **shares}
+            for length in (64, 128)
+            for depth in (0.0, 1.0)
         ],
-    }  # fmt: skip
+    }
 
 
 def costs() -> list[dict[str, Any]]:
@@ -91,9 +89,3 @@ def write_run(folder: Path, name: str = "joint") -> Path:
     (folder / "eval" / "eval.json").write_text(json.dumps(evaluation(name)))
     (folder / "bench.json").write_text(json.dumps(costs()))
     return folder
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A whole run."""
-    return write_run(tmp_path / "run")

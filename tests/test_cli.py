@@ -18,7 +18,7 @@ from cli import app
 from distill.recipe import shipped_recipes
 
 VERBS = [
-    *([verb] for verb in ("demo", "distill", "patch", "merge", "generate", "convert", "eval")),
+    *([verb] for verb in ("demo", "distill", "patch", "merge", "generate", "convert", "eval", "report")),
     *(["bench", verb] for verb in ("window", "scan", "decode", "prefill", "capacity", "loss", "step")),
     *(["recipes", verb] for verb in ("ls", "show", "cp", "check")),
 ]
@@ -113,6 +113,9 @@ def test_no_verb_shows_the_help() -> None:
         (["bench", "scan", "--length", "8", "--repeats", "0"], "repeats=0"),
         (["bench", "decode", "--long", "512"], "contexts of 1024 and 512"),
         (["bench", "decode", "--hidden", "100"], "hidden=100"),
+        (["report", "nowhere"], "there is no folder nowhere"),
+        (["report", "."], "it holds no run and no evaluation"),
+        (["report", ".", "-o", "metrics.json"], "ends in .html"),
         (["recipes", "show", "small-text-ahn-gnd"], "did you mean 'small-text-ahn-gdn'?"),
         (["recipes", "check", "no-such.yaml"], "no-such.yaml"),
     ],
@@ -366,3 +369,14 @@ def test_bench_writes_its_rows(tmp_path: Path) -> None:
     assert "loop / chunked" in result.stdout
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["name"] for row in rows] == 2 * ["token loop", "chunked", "loop / chunked"]
+
+
+def test_report_writes_a_page_and_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
+    result = run("report", tmp_path, "-o", tmp_path / "page.html")
+    assert result.exit_code == 0
+    assert "1 figures, each as PNG and SVG" in " ".join(result.stdout.split())
+    for name in ("metrics.json is missing", "recipe.yaml is missing", "No evaluation", "No costs"):
+        assert name in result.stderr
+    assert "from 0.5 to 0.25" in (tmp_path / "page.html").read_text()
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"loss.png", "loss.svg"}

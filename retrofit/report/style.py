@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from patches.errors import RetrofitError
@@ -121,7 +122,8 @@ def variable(colour: str) -> str:
 
 def plain(name: object, longest: int = 30) -> str:
     """A name for a label: printable, on one line, not too long."""
-    text = "".join(c if c.isprintable() else "?" for c in str(name))
+    text = "".join(c if c.isprintable() else "?" for c in str(name)) or "(no name)"
+    text = f" {text}" if text.startswith("_") else text  # matplotlib's legends leave such names out
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
@@ -177,9 +179,9 @@ def legend(axes: Any) -> None:
 
 def _width(labels: Sequence[str], columns: int) -> int:
     """Letters of a legend's line; it is filled column by column, and the sample of a line takes as much as eight."""
-    rows = -(-len(labels) // columns)
-    parts = [labels[at : at + rows] for at in range(0, len(labels), rows)]
-    return sum(8 + max(map(len, part)) for part in parts)
+    rows, more = divmod(len(labels), columns)
+    starts = [at * rows + min(at, more) for at in range(columns + 1)]
+    return sum(8 + max(map(len, labels[start:stop]), default=0) for start, stop in pairwise(starts))
 
 
 def logarithmic(axis: Any, values: Sequence[float]) -> None:

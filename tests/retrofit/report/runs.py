@@ -14,10 +14,9 @@ def training(name: str = "joint") -> tuple[dict[str, Any], list[dict[str, Any]]]
         log.append({"step": step, "loss": 0.1 / step, "learning_rate": 0.01 * (1 - step / 20)})
         if step % 5 == 0:
             kl = {"eval_kl": 0.1 / step, "eval_kl_beyond_0": 0.05 / step, "eval_kl_beyond_16": 0.2 / step}
-            bare = {
-                f"eval_kl_window_only{key}": kl for key, kl in {"": 0.1, "_beyond_0": 0.05, "_beyond_16": 0.2}.items()
-            }
-            log.append({"step": step, **kl, **bare, "eval_kl_gap_closed": 1 - 1 / step})
+            bare = {"": 0.1, "_beyond_0": 0.05, "_beyond_16": 0.2}
+            kl |= {f"eval_kl_window_only{key}": value for key, value in bare.items()}
+            log.append({"step": step, **kl, "eval_kl_gap_closed": 1 - 1 / step})
     rows = [
         {"name": "teacher", "window": None, "kl": 0.0, "kl_gap_closed": 1.0, "nll": 3.0},
         {"name": "window-only", "window": 8, "kl": 0.1, "kl_gap_closed": 0.0, "nll": 3.2},

@@ -119,6 +119,9 @@ def test_no_verb_shows_the_help() -> None:
         (["bench", "scan", "--length", "8", "--repeats", "0"], "repeats=0"),
         (["bench", "decode", "--long", "512"], "contexts of 1024 and 512"),
         (["bench", "decode", "--hidden", "100"], "hidden=100"),
+        (["report", "nowhere"], "there is no folder nowhere"),
+        (["report", "."], "it holds no run and no evaluation"),
+        (["report", ".", "-o", "metrics.json"], "ends in .html"),
         (["recipes", "show", "small-text-ahn-gnd"], "did you mean 'small-text-ahn-gdn'?"),
         (["recipes", "check", "no-such.yaml"], "no-such.yaml"),
     ],
@@ -422,3 +425,14 @@ def test_estimate_prints_its_rows_and_writes_them(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert [row["name"] for row in json.loads(file.read_text())] == ["full", "window", "kvm"]
     assert "at the device's peaks" in result.stdout
+
+
+def test_report_writes_a_page_and_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
+    result = run("report", tmp_path, "-o", tmp_path / "page.html")
+    assert result.exit_code == 0
+    assert "1 figures, each as PNG and SVG" in " ".join(result.stdout.split())
+    for name in ("metrics.json is missing", "recipe.yaml is missing", "No evaluation", "No costs"):
+        assert name in result.stderr
+    assert "from 0.5 to 0.25" in (tmp_path / "page.html").read_text()
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"loss.png", "loss.svg"}

@@ -53,7 +53,9 @@ def _picture(name: str, title: str, unit: str, curves: dict[str, list[Point]], s
     at_lengths(axes.xaxis, sorted({point[0] for points in curves.values() for point in points}))
     axes.set(xlabel="context, tokens", ylabel=unit)
     logarithmic(axes.yaxis, [value for points in curves.values() for point in points for value in point[1:]])
-    legend(axes, 3)
+    legend(axes)
     said = [f"{shown(row)} {points[-1][1]:.3g} at {points[-1][0]:,.0f} tokens" for row, points in curves.items()]
     alt = f"{title}, {unit} by length of the context: {'; '.join(said)}."
-    return Picture(name, SECTION, title, alt, figure, "Medians, quartiles shaded where there are; k = 1,024 tokens.")
+    spread = any(low < high for points in curves.values() for *_, low, high in points)
+    note = "Medians, quartiles shaded; k = 1,024 tokens." if spread else "k = 1,024 tokens."
+    return Picture(name, SECTION, title, alt, figure, note)

@@ -65,7 +65,7 @@ def _draw(
         figure = Figure(figsize=(WIDTH, 0.7 + down * (0.62 + 0.27 * len(depths))), layout="constrained")
         grid: Any = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
         image: Any = None
-        for axes, (row, table) in zip(grid.flat, panels.items(), strict=False):
+        for index, (axes, (row, table)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
             image = axes.pcolormesh(table, cmap=COLOURS, vmin=0, vmax=100, edgecolors=PAPER, linewidth=0.6)
             for at, line in enumerate(table):
                 for to, value in enumerate(line):
@@ -73,10 +73,10 @@ def _draw(
                     # on the dark half of the colours in white; an empty cell is the paper's colour
                     colour = {"color": "white" if value < 55 else "black"} if value == value else {}
                     axes.text(to + 0.5, at + 0.5, shown, ha="center", va="center", fontsize=8, **colour)
-            axes.set_title(plain(row, 26), fontsize=9)
+            axes.set_title(plain(row, 54 // across), fontsize=9)
             axes.set_xticks([at + 0.5 for at in range(len(lengths))], [tokens(length) for length in lengths])
             axes.set_yticks([at + 0.5 for at in range(len(depths))], [f"{depth * scale:g}" for depth in depths])
-            axes.tick_params(length=0)
+            axes.tick_params(length=0, labelbottom=index + across >= len(panels))
         for axes in list(grid.flat)[len(panels) :]:
             axes.set_visible(False)
         grid[0, 0].invert_yaxis()  # the beginning of the text on top; shared by all panels

@@ -45,7 +45,9 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; ma
 dt { color: var(--muted) } dd { margin: 0; overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
 pre { background: var(--soft); border-radius: .5rem; padding: .8rem 1rem; margin: .25rem 0; font-size: .85rem;
   overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere }
-.missing { border-left: 3px solid var(--muted); padding: .1rem 0 .1rem .9rem; color: var(--muted); font-size: .9rem }
+.lists { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); gap: 0 2rem }
+.missing { margin: 1rem 0; border-left: 3px solid var(--muted); padding: .1rem 0 .1rem .9rem;
+  color: var(--muted); font-size: .9rem }
 .missing p { overflow-wrap: anywhere }
 @media print { figure, table { break-inside: avoid } pre { font-size: .7rem } }
 """
@@ -173,13 +175,16 @@ def _made(run: Run) -> list[str]:
         "Settings of the evaluation": record(run.evaluation.get("settings")),
         "Versions of the evaluation": record(run.evaluation.get("versions")),
     }
-    parts = []
+    parts: list[str] = []
+    listed = []
     if command:
         parts += ["<h3>Command</h3>", f"<pre>{_safe(command)}</pre>"]
     for title, values in lists.items():
         if values:
             items = "".join(f"<dt>{_safe(key)}</dt><dd>{_safe(_value(value))}</dd>" for key, value in values.items())
-            parts += [f"<h3>{title}</h3>", f"<dl>{items}</dl>"]
+            listed.append(f"<div><h3>{title}</h3><dl>{items}</dl></div>")
+    if listed:
+        parts += ['<div class="lists">', *listed, "</div>"]
     if run.recipe:
         parts += ["<h3>Recipe</h3>", f"<pre>{_safe(run.recipe)}</pre>"]
     return ["<h2>How it was made</h2>", *parts] if parts else []

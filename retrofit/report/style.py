@@ -4,6 +4,8 @@ import io
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from patches.errors import RetrofitError
@@ -35,6 +37,7 @@ DARK = {
 MARKERS = "oDvP*X<>"
 WIDTH = 4.8  # inches: drawn small, letters stay readable on a phone
 LETTERS = 9.0  # points
+LETTERS_ACROSS = 68  # of a legend
 
 RC: Any = {
     "font.size": LETTERS,
@@ -80,17 +83,22 @@ class Picture:
 
     def svg(self, page: bool = False) -> str:
         """The figure alone, on white; for the page on nothing, its colours variables of the page's theme."""
-        ground: dict[str, Any] = {"transparent": True} if page else {"facecolor": "white"}
-        text = self._saved("svg", metadata={"Date": None, "Creator": None}, **ground).decode()
-        if page:
-            text = text[text.index("<svg") :]
-            for colour in DARK:
-                text = text.replace(colour, f"var({variable(colour)})")
+        head, root, rest = self._drawn.partition("<svg")
+        if not page:
+            tag, _, content = rest.partition(">")
+            return f'{head}{root}{tag}><rect width="100%" height="100%" fill="#ffffff"/>{content}'
+        text = root + rest
+        for colour in DARK:
+            text = text.replace(colour, f"var({variable(colour)})")
         return text
 
     def png(self) -> bytes:
         """The figure on white, twice as many pixels as a page shows."""
         return self._saved("png", facecolor="white", dpi=192)
+
+    @cached_property
+    def _drawn(self) -> str:
+        return self._saved("svg", transparent=True, metadata={"Date": None, "Creator": None}).decode()
 
     def _saved(self, kind: str, **how: Any) -> bytes:
         target = io.BytesIO()
@@ -98,6 +106,7 @@ class Picture:
         with styled({"svg.hashsalt": self.name}), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # a name in a script that the font lacks
             self.figure.savefig(target, format=kind, **how)
+        self.figure.set_layout_engine("none")  # it is laid out: the next format need not do it again
         return target.getvalue()
 
 
@@ -113,7 +122,8 @@ def variable(colour: str) -> str:
 
 def plain(name: object, longest: int = 30) -> str:
     """A name for a label: printable, on one line, not too long."""
-    text = "".join(c if c.isprintable() else "?" for c in str(name))
+    text = "".join(c if c.isprintable() else "?" for c in str(name)) or "(no name)"
+    text = f" {text}" if text.startswith("_") else text  # matplotlib's legends leave such names out
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
@@ -148,8 +158,8 @@ def canvas(height: float = 3.1, **how: Any) -> Any:
         return figure, figure.subplots(**how)
 
 
-def legend(axes: Any, columns: int = 2) -> None:
-    """Above the axes, where it covers nothing."""
+def legend(axes: Any) -> None:
+    """Above the axes, where it covers nothing, in as many columns as fit."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         with styled():
@@ -158,11 +168,20 @@ def legend(axes: Any, columns: int = 2) -> None:
                 labels,
                 loc="lower left",
                 bbox_to_anchor=(-0.02, 1.0),
-                ncols=min(columns, len(labels)),
+                ncols=next(
+                    columns for columns in (4, 3, 2, 1) if columns == 1 or _width(labels, columns) < LETTERS_ACROSS
+                ),
                 borderaxespad=0.2,
                 handlelength=2.4,
                 columnspacing=1.2,
             )
+
+
+def _width(labels: Sequence[str], columns: int) -> int:
+    """Letters of a legend's line; it is filled column by column, and the sample of a line takes as much as eight."""
+    rows, more = divmod(len(labels), columns)
+    starts = [at * rows + min(at, more) for at in range(columns + 1)]
+    return sum(8 + max(map(len, labels[start:stop]), default=0) for start, stop in pairwise(starts))
 
 
 def logarithmic(axis: Any, values: Sequence[float]) -> None:

@@ -40,7 +40,7 @@ def tables(run: Run) -> Iterator[Table]:
     """Every table there is something for."""
     trained = records(run.metrics.get("rows"))
     if trained:
-        yield _table("Results", "Held-out rows of training", trained, TRAINING)
+        yield _table("Results", "Held-out rows, after training", trained, TRAINING)
     yield from _evaluation(run.evaluation)
     rows = [
         {**row, "name": shown(str(row.get("name"))), "length": row.get("length", row.get("context"))}

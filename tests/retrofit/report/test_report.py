@@ -95,7 +95,7 @@ def test_what_files_say_is_never_markup(tmp_path: Path) -> None:
 def test_names_that_are_hard_to_draw(run: Path) -> None:
     path = run / "eval" / "eval.json"
     found = json.loads(path.read_text())
-    for name in ("\ud800", "a\x00b\nc", "_hidden", "x" * 5000, "模型", ""):
+    for name in ("\ud800", r"$\frac$", "a\x00b\nc", "_hidden", "x" * 5000, "模型", ""):
         found["rows"].append({"name": name})
         for entry in found["text"]:
             entry["kl"][name] = 0.3
@@ -107,7 +107,7 @@ def test_names_that_are_hard_to_draw(run: Path) -> None:
     for svg in (run / "figures").glob("*.svg"):
         ET.fromstring(svg.read_bytes())
     (kl,) = [picture for picture in made if picture.name == "text-kl-by-position"]
-    assert len(kl.figure.axes[0].get_legend().get_texts()) == 8
+    assert len(kl.figure.axes[0].get_legend().get_texts()) == 9
 
 
 @pytest.mark.parametrize(

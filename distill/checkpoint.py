@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from distill.lora import FOLDER as LORA
 from retrofit.adapter import WEIGHTS
 
 STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
@@ -28,13 +29,14 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[-1])
 
 
-def damage(checkpoint: Path, processes: int = 1, deepspeed: bool = False) -> str:
+def damage(checkpoint: Path, processes: int = 1, deepspeed: bool = False, lora: bool = False) -> str:
     """What keeps a run from going on from ``checkpoint``: a file that is missing or cut short; empty if nothing does.
 
     The Trainer would go on without an optimizer's file as if nothing had been learned yet.
     """
     random = "rng_state.pth" if processes == 1 else "rng_state_{}.pth"
     files = [checkpoint / name for name in (STATE, WEIGHTS, SCHEDULER)]
+    files += [checkpoint / LORA / WEIGHTS] if lora else []
     files += [checkpoint / random.format(rank) for rank in range(processes)]
     if deepspeed:
         files += _engine_files(checkpoint, processes)

@@ -17,6 +17,15 @@ from retrofit.adapter import PREFIX, WEIGHTS
 
 FOLDER = "lora"
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # of the attention: where the memory joins
+# fields that train or change what the teacher shares, and what they may say
+UNTOUCHED: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "modules_to_save": (None,),
+    "trainable_token_indices": (None,),
+    "layer_replication": (None,),
+    "inference_mode": (False,),
+    "init_lora_weights": (True, False, "gaussian"),  # PiSSA, OLoRA and their like take a part of the base's weights away
+}
 
 
 def add_lora(model: Any, settings: dict[str, Any]) -> None:
@@ -27,7 +36,7 @@ def add_lora(model: Any, settings: dict[str, Any]) -> None:
         settings: fields of ``peft.LoraConfig``; ``target_modules`` are the attention's projections by default.
 
     Raises:
-        RetrofitError: peft is not installed, or does not take the settings.
+        RetrofitError: peft is not installed, does not take the settings, or would change the teacher with them.
     """
     try:
         from peft import LoraConfig, LoraModel
@@ -37,12 +46,18 @@ def add_lora(model: Any, settings: dict[str, Any]) -> None:
         name = min(unknown)
         hint = nearest(name, list(LoraConfig.__dataclass_fields__))
         raise RetrofitError(f"lora: {name!r} is not a field of peft.LoraConfig{hint}")
+    for name, allowed in UNTOUCHED.items():
+        if name in settings and settings[name] not in allowed:
+            choices = " or ".join(map(repr, allowed))
+            raise RetrofitError(f"lora: {name} {settings[name]!r} would change the teacher too: leave it at {choices}")
     trained = [parameter for _, parameter in model.memory_parameters() if parameter.requires_grad]
     own = {"target_modules": PROJECTIONS, "task_type": "CAUSAL_LM", "exclude_modules": r".*\.memory(\..*)?"}
     try:
         LoraModel(model, {"default": LoraConfig(**{**own, **settings})}, "default")
     except (TypeError, ValueError) as error:
         raise RetrofitError(f"lora: peft does not take these settings: {str(error).splitlines()[0]}") from None
+    if {model.get_input_embeddings(), model.get_output_embeddings()} & set(lora_layers(model)):
+        raise RetrofitError("lora: the embedding and the head are the teacher's too: leave them out of target_modules")
     for parameter in trained:  # peft freezes all but its own
         parameter.requires_grad_(True)
     for layer in lora_layers(model):

@@ -1,6 +1,9 @@
 """The processes of one run: who writes, who goes first, what all agree on. A single process needs none of it."""
 
+import ctypes
 import os
+import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +19,7 @@ from distill.zero import prepare_for_cpu
 from patches.errors import RetrofitError
 
 T = TypeVar("T")
+PR_SET_PDEATHSIG = 1  # prctl(2)
 # the first process tokenises while the others wait, which may take longer than the half hour that is torch's default
 PATIENCE = timedelta(hours=6)
 if not torch.cuda.is_available():
@@ -86,6 +90,15 @@ def started_together() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def end_with_launcher() -> None:
+    """Have the system kill this process with the agent of torchrun that started it, where it can (Linux).
+
+    After a SIGKILL to the command alone its processes would train on, and write beside those that --resume starts.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def join(deepspeed: bool) -> Processes:
     """Meet the other processes of this run, by NCCL with GPUs and by gloo without.
 
@@ -95,6 +108,7 @@ def join(deepspeed: bool) -> Processes:
     cuda = torch.cuda.is_available()
     if not started_together():
         return Processes(device="cuda" if cuda else "cpu")
+    end_with_launcher()
     from accelerate import PartialState
 
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":

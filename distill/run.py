@@ -72,7 +72,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     elif processes.main:
         check_output(output, overwrite, inputs=[base, data])
     # the main process looks for all: what one finds while another is at work would differ
-    found = _last_whole(output, console, processes.count, recipe.deepspeed) if resume and processes.main else None
+    found = _last_whole(recipe, output, console, processes.count) if resume and processes.main else None
     checkpoint = processes.same(found)
 
     kind = find_kind(recipe.memory)
@@ -171,10 +171,10 @@ def _check_same_run(recipe: Recipe, output: Path) -> None:
         raise RetrofitError(f"the run in {output} was started with other settings: {what}; resume it with {path}")
 
 
-def _last_whole(output: Path, console: Console, processes: int = 1, deepspeed: str | None = None) -> Path | None:
+def _last_whole(recipe: Recipe, output: Path, console: Console, processes: int) -> Path | None:
     """The last checkpoint of a run that can be gone on from; those after it are named."""
     for checkpoint in reversed(checkpoints(output)):
-        reason = damage(checkpoint, processes, deepspeed is not None)
+        reason = damage(checkpoint, processes, recipe.deepspeed is not None, bool(recipe.lora))
         if not reason:
             return checkpoint
         said = f"{checkpoint} cannot be used, {reason}: going back to the one before it"

@@ -103,7 +103,7 @@ class DistillTrainer(Trainer):
         self.window: tuple[int, int] = (model.config.memory["window"], model.config.memory["sinks"])  # W, S
         self._step_window = self.window
         self._draft = ""  # subfolder of the output folder in which a checkpoint is being written
-        self._window_only_kl: dict[str, dict[str, float]] = {}
+        self._window_only_kl: dict[str, tuple[Any, dict[str, float]]] = {}  # of which rows, what
 
     # ---- the loss ----
 
@@ -187,10 +187,11 @@ class DistillTrainer(Trainer):
                 name: self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in data.items()
             }
             return {key: value for part in parts.values() for key, value in part.items()}
-        if metric_key_prefix not in self._window_only_kl:
+        rows, reference = self._window_only_kl.get(metric_key_prefix, (None, {}))
+        if rows is not data or not reference:  # the base stays as it is: once for the same rows
             bare = window_only(self.accelerator.unwrap_model(self.model))
-            self._window_only_kl[metric_key_prefix] = self._kl_by_distance(bare, data)
-        reference = self._window_only_kl[metric_key_prefix]
+            reference = self._kl_by_distance(bare, data)
+            self._window_only_kl[metric_key_prefix] = data, reference
         kl = self._kl_by_distance(self.accelerator.unwrap_model(self.model), data)
         metrics = {f"kl{key}": value for key, value in kl.items()}
         metrics |= {f"kl_window_only{key}": value for key, value in reference.items()}

@@ -1,8 +1,12 @@
 """Launching, with processes that do nothing but end in some way: what the command then says, and with which status."""
 
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -54,6 +58,28 @@ time.sleep(60)
     assert stopped.value.code == 130
     assert {path.name for path in tmp_path.glob("stopped-*")} == {"stopped-0", "stopped-1"}
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_killed_command_takes_its_processes_along(tmp_path: Path) -> None:
+    code = f"""
+from distill.processes import join
+join(deepspeed=False)
+open(r'{tmp_path}/ready-' + os.environ['RANK'], 'w')
+time.sleep(100)
+"""
+    command = f"from distill.launch import Machines, launch; launch({script(tmp_path, code)!r}, Machines(nproc=2))"
+    with subprocess.Popen([sys.executable, "-c", command]) as launcher:
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            assert launcher.poll() is None
+            time.sleep(0.01)
+        children = psutil.Process(launcher.pid).children()
+        launcher.kill()
+    alive = psutil.wait_procs(children, timeout=10)[1]
+    for process in alive:
+        process.kill()
+    assert len(children) == 2
+    assert not alive
 
 
 def test_what_one_process_says_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

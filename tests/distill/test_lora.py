@@ -85,9 +85,11 @@ def test_a_run_writes_both_adapters(
     assert (config["peft_type"], config["r"], config["target_modules"]) == ("LORA", 2, ["q_proj"])
 
     metrics = json.loads((run / "metrics.json").read_text())
-    again = shutil.copytree(run, tmp_path / "again")  # as if it had stopped after two steps
-    for name in ("checkpoint-4", "adapter", "lora", "model"):
+    again = shutil.copytree(run, tmp_path / "again")  # as if it had stopped after four steps
+    for name in ("adapter", "lora", "model"):
         shutil.rmtree(again / name)
+    last = again / "checkpoint-4" / "lora" / "adapter_model.safetensors"
+    last.write_bytes(last.read_bytes()[:50])  # and its third and fourth were written badly
     resumed = distill(Recipe(**places, **settings, output=str(again), steps=4), resume=True)
     assert [row["kl"] for row in resumed["rows"]] == [row["kl"] for row in metrics["rows"]]
     for folder in ("adapter", "lora"):
@@ -101,9 +103,14 @@ def test_a_run_writes_both_adapters(
         ({"rank": 2}, "'rank' is not a field of peft.LoraConfig"),
         ({"r": 0}, "peft does not take these settings"),
         ({"target_modules": ["no_proj"]}, "peft does not take these settings"),
+        ({"bias": "all"}, "bias 'all' would change the teacher too: leave it at 'none'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' would change the teacher too"),
+        ({"modules_to_save": ["norm"]}, "modules_to_save .* would change the teacher too"),
+        ({"target_modules": ["lm_head"]}, "the embedding and the head are the teacher's too"),
+        ({"target_modules": ["embed_tokens"]}, "the embedding and the head are the teacher's too"),
     ],
 )
-def test_settings_that_peft_does_not_take(
+def test_settings_that_do_not_go(
     make_base: Callable[..., PreTrainedModel], settings: dict[str, object], said: str
 ) -> None:
     with pytest.raises(RetrofitError, match=said):

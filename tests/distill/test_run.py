@@ -166,10 +166,10 @@ def test_a_damaged_checkpoint_is_passed_over(
     run = tmp_path / "run"
     for step in (1, 2):
         write_checkpoint(run / f"checkpoint-{step}")
-    assert _last_whole(run, Console(stderr=True)) == run / "checkpoint-2"
+    assert _last_whole(recipe, run, Console(stderr=True), 1) == run / "checkpoint-2"
     file = run / "checkpoint-2" / name
     file.unlink() if missing else file.write_bytes(file.read_bytes()[:-30])
-    assert _last_whole(run, Console(stderr=True, width=500)) == run / "checkpoint-1"
+    assert _last_whole(recipe, run, Console(stderr=True, width=500), 1) == run / "checkpoint-1"
     assert f"{run / 'checkpoint-2'} cannot be used, {name} is" in capsys.readouterr().err
 
 

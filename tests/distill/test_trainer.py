@@ -283,6 +283,14 @@ def test_evaluation_reports_the_window_only_model_beside_the_memory(
     assert set(named) == {key.replace("eval_", f"eval_{name}_") for name in ("near", "far") for key in disturbed}
 
 
+def test_other_rows_have_a_window_only_model_of_their_own(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+    trainer = make_trainer(model, rows, tmp_path)
+    first = trainer.evaluate()["eval_kl_window_only"]
+    others = PackedRows(rows.rows[5:].flatten(), 40)
+    expected = make_trainer(model, rows, tmp_path).evaluate(others)["eval_kl_window_only"]
+    assert trainer.evaluate(others)["eval_kl_window_only"] == expected != first
+
+
 def test_evaluation_tells_distances_past_the_window_apart(model: Model, rows: PackedRows, tmp_path: Path) -> None:
     metrics = make_trainer(opened(model), rows, tmp_path).evaluate()
     scores = retrofit.evaluate(model, rows.head(5).rows.long(), start=8)["ahn-gdn"].kl  # (5, 31): columns from W + S on

@@ -4,12 +4,16 @@ All tensors are ``(B, H, T, D)``, gates are ``(B, H, T)``, a state is ``(B, H, D
 better.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 CHUNK = 32  # tokens per chunk: the fastest of 16, 32, 64 and 128 for heads of 64 on a CPU
 STEPWISE = 8  # up to this many tokens the loop beats setting up a chunk
+SEGMENT = 4096  # tokens at a time: beyond 32 MiB the C library asks the system for every temporary anew, page by page
 
 
 def gated_delta_rule(
@@ -23,7 +27,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule in whichever form is faster for this length; arguments as :func:`gated_delta_rule_steps`."""
     form = gated_delta_rule_steps if q.shape[2] <= STEPWISE else gated_delta_rule_chunks
-    return form(q, k, v, beta, log_decay, state, scale)
+    return _in_segments(form, (q, k, v, beta, log_decay), state, scale=scale)
 
 
 def gated_delta_rule_steps(
@@ -122,7 +126,7 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Decayed linear attention in whichever form is faster; arguments as :func:`linear_attention_steps`."""
     form = linear_attention_steps if q.shape[2] <= STEPWISE else linear_attention_chunks
-    return form(q, k, v, log_decay, state)
+    return _in_segments(form, (q, k, v, log_decay), state)
 
 
 def linear_attention_steps(
@@ -171,6 +175,20 @@ def linear_attention_chunks(
     near = (q @ k.transpose(-1, -2)) * decay
     out = (q * since) @ torch.stack(before, 2) + near @ v
     return out.flatten(2, 3)[:, :, :T], state
+
+
+def _in_segments(
+    form: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor | None], state: Tensor | None, **how: Any
+) -> tuple[Tensor, Tensor]:
+    """``form`` on ``SEGMENT`` tokens of the inputs ``(B, H, T, ...)`` after the other, the state carried along."""
+    length = inputs[0].shape[2] if inputs[0] is not None else 0
+    readings = []
+    for first in range(0, max(length, 1), SEGMENT):
+        part = [None if x is None else x[:, :, first : first + SEGMENT] for x in inputs]
+        out, state = form(*part, state, **how)
+        readings.append(out)
+    assert state is not None
+    return (readings[0] if len(readings) == 1 else torch.cat(readings, 2)), state
 
 
 def _in_chunks(x: Tensor, chunk: int) -> Tensor:

@@ -129,7 +129,7 @@ def load(case: Case) -> Any:
     else:
         base = load_base(case.model, dtype=DTYPES[case.dtype]).eval()
     if is_retrofit(base) and (case.window, case.sinks) != (None, None):
-        base.set_window(case.window or base.config.memory["window"], case.sinks)
+        base.set_window(base.config.memory["window"] if case.window is None else case.window, case.sinks)
     return base.to(find_device(case.device))
 
 
@@ -144,7 +144,8 @@ def contender(case: Case, base: Any, name: str) -> Any:
     if not is_retrofit(base):
         if name == FULL:
             return base
-        return retrofit.patch(base, name, case.window or 512, 4 if case.sinks is None else case.sinks)
+        window, sinks = 512 if case.window is None else case.window, 4 if case.sinks is None else case.sinks
+        return retrofit.patch(base, name, window, sinks)
     memory = base.config.memory
     if name == memory["kind"]:
         return base

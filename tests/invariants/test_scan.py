@@ -170,3 +170,20 @@ def test_the_chosen_form_is_one_of_the_two(length: int) -> None:
     arguments = inputs(length, 7)
     assert_same(scan.gated_delta_rule(**arguments), scan.gated_delta_rule_steps(**arguments))
     assert_same(scan.linear_attention(**linear(arguments)), scan.linear_attention_steps(**linear(arguments)))
+
+
+@pytest.mark.parametrize("length", [0, 1, 20, 21, 200])
+@pytest.mark.parametrize("picked", [scan.gated_delta_rule, scan.linear_attention])
+def test_segments_carry_the_state(picked: Form, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, choose = (
+        (scan.gated_delta_rule_steps, delta)
+        if picked is scan.gated_delta_rule
+        else (scan.linear_attention_steps, linear)
+    )
+    arguments = choose(inputs(length, seed=1))
+    expected = form(**arguments)
+    monkeypatch.setattr(scan, "SEGMENT", 20)
+    assert_same(picked(**arguments), expected)
+    without = {**arguments, "state": None}
+    if length:
+        assert_same(picked(**without), form(**without))

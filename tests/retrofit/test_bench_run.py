@@ -188,6 +188,7 @@ def test_the_verb_prints_and_writes(tmp_path: Path, no_processes: None) -> None:
         (["--device", "cuda:99"], "CUDA devices"),
         (["--dtype", "int8"], "dtype='int8'"),
         (["--hidden", "100"], "hidden=100"),
+        (["--window", "0", "--peak-tflops", "1", "--bandwidth", "1"], "window=0"),
         (["--bandwidth", "3"], "go together"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
     ],

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -17,7 +19,7 @@ LINES = 10  # how often a bar that cannot be redrawn (a log file, a pipe) prints
 
 
 class Bar:
-    """One long step: how far it is, a note (KL, gap closed), tokens/s, time left."""
+    """One long step: how far it is, a note (KL, gap closed, memory), tokens/s, time left."""
 
     def __init__(self, progress: Progress, task: TaskID, done: int) -> None:
         self._progress, self._task = progress, task
@@ -58,18 +60,20 @@ class ProgressCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Show the last KL and, once there was an evaluation, the held-out share of the gap closed."""
+        """Show the last KL, memory and, once there was an evaluation, the held-out share of the gap closed."""
         if "loss" in logs:
             self.notes["kl"] = f"KL {logs['loss']:.4f}"
         if "eval_kl_gap_closed" in logs:
             self.notes["gap"] = f"held out {logs['eval_kl']:.4f} ({logs['eval_kl_gap_closed']:.0%} closed)"
-        self.bar.update(state.global_step, ", ".join(self.notes.values()), self.tokens_per_step)
+        notes = [*self.notes.values(), f"{held_bytes(args.device) / 2**30:.2f} GiB"]
+        self.bar.update(state.global_step, ", ".join(notes), self.tokens_per_step)
 
 
 class RunLog(TrainerCallback):
     """Appends everything logged to a JSONL file, with the seconds of training so far.
 
-    The same entries travel in the trainer's state, so a resumed run first cuts what came after its checkpoint.
+    ``memory_bytes`` is :func:`held_bytes`. The same entries travel in the trainer's state, so a resumed run first cuts
+    what came after its checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,10 +92,16 @@ class RunLog(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         """One line per log call."""
+        state.log_history[-1]["memory_bytes"] = held_bytes(args.device)
         state.log_history[-1]["seconds"] = self._before + time.perf_counter() - self._began
         if state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(state.log_history[-1]) + "\n")
+
+
+def held_bytes(device: torch.device) -> int:
+    """The most memory of a GPU that tensors have held; on a CPU, what this process holds now."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
 
 
 def seconds(state: TrainerState) -> float:

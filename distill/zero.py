@@ -71,7 +71,7 @@ def agreeing(config: Path | None) -> Iterator[None]:
         if not values:
             raise
         raise RetrofitError(
-            f"deepspeed: {config} does not agree with the recipe ({'; '.join(values)}): write \"auto\" there, and leave "
+            f"deepspeed: {config} does not agree with the recipe ({'; '.join(values)}): write auto there, and leave "
             "bf16 and fp16 out"
         ) from None
 

@@ -305,7 +305,11 @@ def estimate(
         typer.echo(paper_table.NOTE)
     else:
         device = honest.Device(peak_tflops, bandwidth) if peak_tflops and bandwidth else None
-        how: dict[str, Any] = {"batch": batch, "dtype": dtype, "device": device, **_pairs("--option", option)}
+        how: dict[str, Any] = {"batch": batch, "dtype": dtype, "device": device}
+        options = _pairs("--option", option)
+        for key in options.keys() & {"base", "memory", "window", "sinks", "length", *how}:
+            raise typer.BadParameter(f"--option {key}: that is not an option of a memory")
+        how |= options
         rows, said = honest.estimate(str(base), memory, window, sinks, length, **how)
         print_table(said, rows, honest.COLUMNS)
         typer.echo(honest.LEGEND)

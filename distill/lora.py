@@ -24,11 +24,7 @@ UNTOUCHED: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
     "layer_replication": (None,),
     "inference_mode": (False,),
-    "init_lora_weights": (
-        True,
-        False,
-        "gaussian",
-    ),  # PiSSA, OLoRA and their like take a part of the base's weights away
+    "init_lora_weights": (True, False, "gaussian"),  # PiSSA and its like take a part of the base's weights away
 }
 
 

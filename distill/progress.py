@@ -20,7 +20,7 @@ LINES = 10  # how often a bar that cannot be redrawn (a log file, a pipe) prints
 
 
 class Bar:
-    """One long step: how far it is, a note (KL, gap closed), tokens/s, time left."""
+    """One long step: how far it is, a note (KL, gap closed, memory), tokens/s, time left."""
 
     def __init__(self, progress: Progress, task: TaskID, done: int) -> None:
         self._progress, self._task = progress, task
@@ -61,7 +61,7 @@ class ProgressCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Show the last KL and, once there was an evaluation, the held-out share of the gap closed."""
+        """Show the last KL, memory and, once there was an evaluation, the held-out share of the gap closed."""
         if "loss" in logs:
             self.notes["kl"] = f"KL {logs['loss']:.4f}"
         if "eval_kl_gap_closed" in logs:
@@ -81,7 +81,8 @@ def peak_bytes() -> int:
 class RunLog(TrainerCallback):
     """Appends everything logged to a JSONL file, with the seconds of training so far.
 
-    The same entries travel in the trainer's state, so a resumed run first cuts what came after its checkpoint.
+    ``memory_bytes`` is :func:`peak_bytes`. The same entries travel in the trainer's state, so a resumed run first cuts
+    what came after its checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,6 +101,7 @@ class RunLog(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         """One line per log call."""
+        state.log_history[-1]["memory_bytes"] = peak_bytes()
         state.log_history[-1]["seconds"] = self._before + time.perf_counter() - self._began
         if state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:

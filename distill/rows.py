@@ -1,6 +1,6 @@
 """What the trainer reads: packed rows of one length, conversations of many, and the collator that pads these."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,12 @@ def chat_item(row: Any) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(~torch.as_tensor(row["answer"]), IGNORED)}
 
 
-def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[Tensor]:
-    """Rows (seq_len,) int64 of consecutive tokens, as they fill; the rest that fills none is left out."""
+def pack(documents: Iterable[np.ndarray], seq_len: int) -> Generator[dict[str, Tensor], None, int]:
+    """``input_ids`` and ``labels`` (seq_len,) int64 of consecutive tokens, as rows fill.
+
+    Returns:
+        How many tokens are left over at the end, which fill none.
+    """
     parts: list[np.ndarray] = []
     waiting = 0
     for tokens in documents:
@@ -125,5 +129,7 @@ def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[Tensor]:
         if waiting >= seq_len:
             stream = torch.from_numpy(np.concatenate(parts)).long()
             whole = waiting // seq_len * seq_len
-            yield from stream[:whole].view(-1, seq_len)
+            for row in stream[:whole].view(-1, seq_len):
+                yield {"input_ids": row, "labels": row}
             parts, waiting = [stream[whole:].numpy()], waiting - whole
+    return waiting

@@ -30,7 +30,7 @@ from distill.results import COLUMNS, card_details, compare, title
 from distill.start import build_model
 from distill.stopping import StopOnSignal
 from distill.trainer import DRAFT, DistillTrainer
-from distill.zero import find_config, gathered, is_partitioned, whole
+from distill.zero import agreeing, find_config, gathered, is_partitioned, whole
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.adapter import WEIGHTS, load_memory_weights
@@ -246,7 +246,8 @@ def _fit(
     with progress_bar("distilling", recipe.steps, done, console) as bar, StopOnSignal(console) as stop:
         trainer.add_callback(ProgressCallback(bar, round(split.row_tokens * rows)))
         trainer.add_callback(stop)
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with agreeing(find_config(recipe.deepspeed)):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.stopped:
         raise KeyboardInterrupt
     return trainer, trainer.state

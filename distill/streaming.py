@@ -31,8 +31,8 @@ class Stream:
         if self.rows.format == "chat":
             yield from map(chat_item, self._kept(counts))
         else:
-            for row in pack((row["input_ids"] for row in self._kept(counts)), self.rows.seq_len):
-                yield {"input_ids": row, "labels": row}
+            left_over = yield from pack((row["input_ids"] for row in self._kept(counts)), self.rows.seq_len)
+            counts.tokens_left_over += left_over
 
     def _kept(self, counts: Counts) -> Iterator[Row]:
         for row in self.rows:

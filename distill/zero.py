@@ -41,7 +41,8 @@ def find_config(name: str | None) -> Path | None:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise RetrofitError(f"deepspeed: {path} is not a JSON file: {error}") from None
-    stage = config.get("zero_optimization", {}).get("stage") if isinstance(config, dict) else None
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
     if stage not in (1, 2, 3):
         raise RetrofitError(
             f"deepspeed: {path} sets zero_optimization.stage to {stage!r}, not to 1, 2 or 3: leave deepspeed away for "
@@ -54,6 +55,25 @@ def find_config(name: str | None) -> Path | None:
     if Version(found) < Version(OLDEST):
         raise RetrofitError(f"deepspeed {found} is too old, {OLDEST} or newer is needed: pip install -U deepspeed")
     return path
+
+
+@contextmanager
+def agreeing(config: Path | None) -> Iterator[None]:
+    """One sentence for what transformers says inside the block of values that are not the recipe's.
+
+    Raises:
+        RetrofitError: the DeepSpeed file ``config`` holds some.
+    """
+    try:
+        yield
+    except ValueError as error:
+        values = [line.removeprefix("- ds ") for line in str(error).splitlines() if line.startswith("- ds ")]
+        if not values:
+            raise
+        raise RetrofitError(
+            f"deepspeed: {config} does not agree with the recipe ({'; '.join(values)}): write auto there, and leave "
+            "bf16 and fp16 out"
+        ) from None
 
 
 def prepare_for_cpu() -> None:

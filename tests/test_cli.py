@@ -425,6 +425,7 @@ def test_estimate_prints_its_rows_and_writes_them(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert [row["name"] for row in json.loads(file.read_text())] == ["full", "window", "kvm"]
     assert "at the device's peaks" in result.stdout
+    refused(run("estimate", "qwen2.5-14b", "--option", "memory=kvm"), "--option memory")
 
 
 def test_report_writes_a_page_and_says_what_is_missing(tmp_path: Path) -> None:

@@ -170,6 +170,16 @@ def test_a_signal_stops_all_processes_at_one_step_and_the_run_goes_on(
     assert torch.equal(exported(ids).logits, adapted(ids).logits)
 
 
+@NEEDS
+def test_a_configuration_of_other_values_is_one_sentence(recipe: Path, here: Path) -> None:
+    file, sizes = here / "other.json", ("train_batch_size", "gradient_accumulation_steps")
+    values = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}}
+    file.write_text(json.dumps(values | dict.fromkeys(sizes, "auto")))
+    command = [str(ROOT / "cli.py"), "distill", str(recipe), "--deepspeed", str(file), "-o", str(here / "other")]
+    with pytest.raises(RetrofitError, match=r"other.json does not agree with the recipe \(.*micro.*; bf16.*\): write"):
+        launch(command, TWO)
+
+
 def test_an_error_in_one_process_is_one_sentence(recipe: Path, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = here / "failed"
     command = [str(HERE / "ill_fated.py"), "nan", "distill", str(recipe), "--nproc", "2", "-o", str(run)]

@@ -58,6 +58,8 @@ def test_packed_rows_are_those_of_the_whole_text_and_the_first_are_held_out(
     rows = ids(split.train, 2 * once)
     assert rows[: len(expected) - 3] == expected[3:]
     assert rows[once:] == rows[:once]  # pass after pass
+    list(islice(split.train, 2 * once + 1))
+    assert split.counts.tokens_left_over == 2 * (whole.tokens["all"] % 20) > 0
     assert ids(split.train, 5) == expected[3:8]  # from the start each time
     assert split.tokens == {"all": None, "train": None, "held_out": 60}
 

@@ -9,8 +9,8 @@ attention over the pairs that are seen and the memory's scan (retrofit/flops.py)
     recompute  the student once more, with gradient checkpointing
     head       2 V E T' each for teacher, student and gradient
 
-Memory is distill/simulate.py's, plus weights, the trained parameters (the memory's, LoRA's) with gradient and AdamW's two
-moments (16 bytes each, DeepSpeed divides them as its stages say). LoRA's operations and activations are left out.
+Memory is distill/simulate.py's, plus weights, the trained parameters (the memory's, LoRA's) with gradient and AdamW's
+two moments (16 bytes each, DeepSpeed divides them as its stages say). LoRA's operations and activations are left out.
 """
 
 from collections import Counter

@@ -87,7 +87,7 @@ def test_a_run_writes_everything(recipe: Recipe, capsys: pytest.CaptureFixture[s
     assert curve[-2]["eval_kl"] == pytest.approx(rows["ahn-gdn"]["kl"], rel=1e-4)
     printed = capsys.readouterr()
     assert "window-only, equal memory" in printed.out
-    assert re.search(r"distilling .* KL \d\.\d+, held out \d.*, \d+\.\d\d GiB, .* tokens/s", printed.err)
+    assert re.search(r"distilling .* KL \d\.\d+, held out \d.*, \d+\.\d GiB, .* tokens/s", printed.err)
     assert all(entry["memory_bytes"] > 2**20 for entry in curve)
 
     for folder in ("adapter", "model"):

@@ -9,8 +9,8 @@ attention over the pairs that are seen and the memory's scan (retrofit/flops.py)
     recompute  the student once more, with gradient checkpointing
     head       2 V E T' each for teacher, student and gradient
 
-Memory is distill/simulate.py's, plus weights, the memory's parameters with gradient and AdamW's two moments (16 bytes
-each, DeepSpeed divides them as its stages say).
+Memory is distill/simulate.py's, plus weights, the trained parameters (the memory's, LoRA's) with gradient and AdamW's
+two moments (16 bytes each, DeepSpeed divides them as its stages say). LoRA's operations and activations are left out.
 """
 
 from collections import Counter
@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import yaml
 
+from distill.lora import add_lora
+from distill.objective import Objective
 from distill.recipe import Recipe
 from distill.simulate import step_bytes
-from distill.windows import draw_window
+from distill.windows import check_draws, draw_window
 from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
@@ -80,7 +82,8 @@ def plan(recipe: Recipe) -> Plan:
     """Work out ``recipe``; its data is not looked at: every row is taken to be full and labelled throughout.
 
     Raises:
-        RetrofitError: no base, one whose configuration cannot be had, or a memory that does not fit it.
+        RetrofitError: no base, one whose configuration cannot be had, or a memory, loss, sampling or LoRA that does not
+            fit it.
     """
     if recipe.base is None:
         raise RetrofitError("the recipe leaves 'base' open: give it there, or with --base")
@@ -94,8 +97,14 @@ def plan(recipe: Recipe) -> Plan:
     dtype = DTYPES.get(recipe.dtype) or (own if isinstance(own, torch.dtype) else torch.float32)
     settings = _settings(recipe, recipe.window, recipe.sinks)
     model = skeleton(config, settings)
-    trained = sum(parameter.numel() for _, parameter in model.memory_parameters())
-    parameters = model.num_parameters() - trained
+    Objective(recipe.loss, recipe.mse_weight).check(model)
+    if recipe.window_sampling == "ahn":
+        check_draws(model)
+    memory = sum(parameter.numel() for _, parameter in model.memory_parameters())
+    parameters = model.num_parameters() - memory
+    if recipe.lora:
+        add_lora(model, recipe.lora)
+    trained = model.num_parameters() - parameters
 
     windows = Counter(_windows(recipe))
     plain, recomputed, scored = (

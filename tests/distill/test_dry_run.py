@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import retrofit
 from cli import app
 from distill import dry_run
 from distill.dry_run import hours, plan, table
+from distill.lora import add_lora
 from distill.recipe import Recipe
 from distill.simulate import step_bytes
 from patches.config import MemoryConfig
@@ -24,6 +26,7 @@ from patches.errors import RetrofitError
 from tests.distill.one_step import CONFIG, SETTINGS
 from tests.helpers import ROOT
 
+PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 MakeBase = Callable[..., PreTrainedModel]
 
 
@@ -60,6 +63,15 @@ def test_parameters_are_those_that_are_trained(unweighed: Path, make_base: MakeB
     model = retrofit.patch(make_base("Qwen2"), "joint", 8, 2, layers=[1])
     assert found.trained == sum(parameter.numel() for _, parameter in model.memory_parameters())
     assert found.trained + found.base_parameters == model.num_parameters()
+
+
+@PEFT
+def test_lora_is_counted(unweighed: Path, make_base: MakeBase) -> None:
+    found, without = (plan(small(unweighed, lora=lora)) for lora in ({"r": 2}, {}))
+    model = retrofit.patch(make_base("Qwen2"), "ahn-gdn", 8, 2)
+    add_lora(model, {"r": 2})
+    assert found.trained == sum(p.numel() for p in model.parameters() if p.requires_grad) > without.trained
+    assert found.base_parameters == without.base_parameters
 
 
 def test_a_gpu_more_learns_more_in_the_same_hours(unweighed: Path) -> None:
@@ -137,6 +149,12 @@ def test_the_command_needs_no_weights(unweighed: Path, tmp_path: Path) -> None:
         ({"memory": "tova"}, "has nothing to fit"),
         ({"memory": "kmv"}, "did you mean 'kvm'"),
         ({"layers": [7]}, "is not a layer of this base"),
+        ({"memory": "tensor-cache", "loss": "mse"}, "joins behind it"),
+        (
+            {"memory": "kvm", "window_sampling": "ahn", "window": 24, "options": {"chunk": 12}},
+            "window_sampling='ahn' trains at other windows too",
+        ),
+        pytest.param({"lora": {"rank": 2}}, "is not a field of peft.LoraConfig", marks=PEFT),
     ],
 )
 def test_mistakes(unweighed: Path, keys: dict[str, Any], said: str) -> None:

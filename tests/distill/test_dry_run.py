@@ -151,7 +151,7 @@ def test_the_command_needs_no_weights(unweighed: Path, tmp_path: Path) -> None:
         ({"layers": [7]}, "is not a layer of this base"),
         ({"memory": "tensor-cache", "loss": "mse"}, "joins behind it"),
         (
-            {"memory": "kvm", "window_sampling": "ahn", "window": 24, "options": {"chunk": 24}},
+            {"memory": "kvm", "window_sampling": "ahn", "window": 24, "options": {"chunk": 12}},
             "window_sampling='ahn' trains at other windows too",
         ),
         pytest.param({"lora": {"rank": 2}}, "is not a field of peft.LoraConfig", marks=PEFT),

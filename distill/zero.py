@@ -41,7 +41,8 @@ def find_config(name: str | None) -> Path | None:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise RetrofitError(f"deepspeed: {path} is not a JSON file: {error}") from None
-    stage = config.get("zero_optimization", {}).get("stage") if isinstance(config, dict) else None
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
     if stage not in (1, 2, 3):
         raise RetrofitError(
             f"deepspeed: {path} sets zero_optimization.stage to {stage!r}, not to 1, 2 or 3: leave deepspeed away for "

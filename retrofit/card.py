@@ -4,6 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+from patches.errors import RetrofitError
+
+from .plain_yaml import parse_yaml
 
 ADAPTER_HERE, MODEL_HERE = "path/or/repo-of-this-adapter", "path/or/repo-of-this-model"  # until it is pushed
 LICENCE_OPEN = "That of the base: see the base's card."
@@ -31,7 +36,11 @@ def complete_card(text: str, repo_id: str, licence: dict[str, str]) -> str:
         text: the card.
         repo_id: ``user/name`` on the Hub.
         licence: ``license``, ``license_name`` and ``license_link`` of the base's card, as far as known.
+
+    Raises:
+        RetrofitError: what stands between its ``---`` is not plain YAML.
     """
+    card_metadata(text, "the card")
     card = ModelCard(text.replace(ADAPTER_HERE, repo_id).replace(MODEL_HERE, repo_id), ignore_metadata_errors=True)
     if licence and card.data.get("license") is None:
         for key, value in licence.items():
@@ -39,6 +48,19 @@ def complete_card(text: str, repo_id: str, licence: dict[str, str]) -> str:
         name = licence.get("license_name") or licence.get("license")
         card.text = card.text.replace(LICENCE_OPEN, f"That of the base: {name}.")
     return str(card)
+
+
+def card_metadata(text: str, where: str) -> dict[str, Any]:
+    """What a card says between its ``---``, empty without them; read by us since anybody may have written it.
+
+    Raises:
+        RetrofitError: it is not plain YAML; ``where`` begins the sentence.
+    """
+    block = REGEX_YAML_BLOCK.search(text)
+    found = parse_yaml(block.group(2), where) if block else None
+    if not isinstance(found, dict | None):
+        raise RetrofitError(f"{where}: between its --- lines stand no keys and values")
+    return found or {}
 
 
 def is_hub_id(base: str) -> bool:

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,7 +188,7 @@ def _zipped(path: Path, file: str) -> Iterator[dict[str, Any]]:
                 raise RetrofitError(f"{path} holds no {file}")
             with archive.open(member) as lines:
                 yield from _json_lines(lines, f"{path}, {member}")
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:  # the last: a password is asked
         raise RetrofitError(f"{path} is not a whole zip file: fetch it again") from error
 
 

@@ -45,7 +45,11 @@ def damage(checkpoint: Path, processes: int = 1, deepspeed: bool = False) -> str
             if file.name == STATE:
                 state = TrainerState.load_from_json(str(file))
                 logged = isinstance(state.log_history, list) and all(isinstance(x, dict) for x in state.log_history)
-                if state.global_step != step_of(checkpoint) or not logged or not isinstance(state.stateful_callbacks, dict):
+                if (
+                    state.global_step != step_of(checkpoint)
+                    or not logged
+                    or not isinstance(state.stateful_callbacks, dict)
+                ):
                     raise ValueError
             elif file.name == WEIGHTS:
                 with safe_open(str(file), framework="pt"):

@@ -6,8 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from distill.plain_yaml import parse_yaml
 from patches.errors import RetrofitError, nearest
-from retrofit.plain_yaml import parse_yaml
 
 CHOICES = {
     "others": ("full", "window"),

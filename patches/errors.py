@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Iterable
 
-
 LONGEST = 1000  # characters of a sentence; a file can be quoted in it that is far longer
 
 

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from patches.errors import RetrofitError
-
-from .plain_yaml import parse_yaml
 
 ADAPTER_HERE, MODEL_HERE = "path/or/repo-of-this-adapter", "path/or/repo-of-this-model"  # until it is pushed
 LICENCE_OPEN = "That of the base: see the base's card."
@@ -51,16 +50,23 @@ def complete_card(text: str, repo_id: str, licence: dict[str, str]) -> str:
 
 
 def card_metadata(text: str, where: str) -> dict[str, Any]:
-    """What a card says between its ``---``, empty without them; read by us since anybody may have written it.
+    """What a card says between its ``---``, empty without them; checked since anybody may have written it.
 
     Raises:
         RetrofitError: it is not plain YAML; ``where`` begins the sentence.
     """
     block = REGEX_YAML_BLOCK.search(text)
-    found = parse_yaml(block.group(2), where) if block else None
-    if not isinstance(found, dict | None):
-        raise RetrofitError(f"{where}: between its --- lines stand no keys and values")
-    return found or {}
+    if block is None:
+        return {}
+    try:
+        # a page of aliases can stand for more than any memory holds
+        plain = not any(isinstance(token, yaml.AliasToken) for token in yaml.scan(block.group(2)))
+        found = yaml.safe_load(block.group(2)) if plain else None
+    except Exception as error:  # what a value looks like decides where yaml fails at it
+        raise RetrofitError(f"{where}: what stands between its --- lines is not YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise RetrofitError(f"{where}: between its --- lines must stand keys and plain values")
+    return found
 
 
 def is_hub_id(base: str) -> bool:

@@ -87,7 +87,9 @@ def test_published_ahn_weights(base: Any, copy_of: CopyOf) -> None:
     originals = config.read_bytes(), weights.read_bytes()
 
     @share(0.1)
-    @given(st.one_of(documents(json.loads(originals[0])), damaged(originals[0])), safetensors(originals[1]), st.booleans())
+    @given(
+        st.one_of(documents(json.loads(originals[0])), damaged(originals[0])), safetensors(originals[1]), st.booleans()
+    )
     def check(settings: Any, tensors: bytes, which: bool) -> None:
         put(config, settings if which else originals[0])
         put(weights, originals[1] if which else tensors)

@@ -122,6 +122,7 @@ def test_a_recipe(name: str, tmp_path: Path) -> None:
 @given(st.one_of(st.text(max_size=20), st.sampled_from(YAML)))
 def test_values_of_flags(text: str) -> None:
     """``--set KEY=VALUE`` reads a value as YAML."""
+
     def read() -> None:
         try:
             _pairs("--set", [f"window={text}"])
@@ -163,7 +164,9 @@ def test_json_lines(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> 
     texts = [{"text": "one two", "id": 1}, {"text": "three", "id": 2}]
 
     @share(0.1)
-    @given(st.sampled_from([texts, CHAT[1:2] * 2, CHAT[2:]]).flatmap(lambda r: st.one_of(documents(r), damaged(lines(r)))))
+    @given(
+        st.sampled_from([texts, CHAT[1:2] * 2, CHAT[2:]]).flatmap(lambda r: st.one_of(documents(r), damaged(lines(r))))
+    )
     def check(content: Any) -> None:
         put(path, content if isinstance(content, bytes) else lines(content))
 
@@ -288,6 +291,7 @@ def test_lora_weights(tmp_path: Path, make_base: Any) -> None:
     add_lora(model, {"r": 2})
     save_lora(model, tmp_path)
     file = tmp_path / "adapter_model.safetensors"
+
     @share(0.02)
     @given(safetensors(file.read_bytes()))
     def check(content: bytes) -> None:

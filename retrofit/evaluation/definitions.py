@@ -88,7 +88,7 @@ class Rows:
             where = f"{self.benchmark.name}, {self.task}, row {number}"
             answers = row.get("answers", row.get("answer"))
             answers = answers if isinstance(answers, list) else [answers]
-            if not all(isinstance(text, str) for text in (row.get("context"), row.get("input"), *answers)):
+            if not all(map(_is_text, (row.get("context"), row.get("input"), *answers))):
                 raise RetrofitError(f"{where}: a row needs the texts 'context' and 'input' and a list 'answers'")
             meta = {"language": question.language}
             if row.get("answer_keywords"):
@@ -178,6 +178,11 @@ def _find(source: str, benchmark: Benchmark, file: str, archive: str | None) -> 
         raise RetrofitError(
             f"{archive or file} of {source} could not be fetched from the Hub ({reason}): give a local folder with it"
         ) from error
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a string that a tokenizer can take: JSON can say half a surrogate pair, UTF-8 cannot."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _zipped(path: Path, file: str) -> Iterator[dict[str, Any]]:

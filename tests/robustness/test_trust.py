@@ -20,7 +20,10 @@ from retrofit.loading import load_base, load_config, load_tokenizer
 from tests.helpers import ROOT
 from tests.hub_server import HubServer
 
-SOURCES = [ROOT / "cli.py", *(file for part in ("distill", "patches", "retrofit") for file in (ROOT / part).rglob("*.py"))]
+SOURCES = [
+    ROOT / "cli.py",
+    *(file for part in ("distill", "patches", "retrofit") for file in (ROOT / part).rglob("*.py")),
+]
 TOKEN = "hf_" + "t" * 34
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 
@@ -174,7 +177,9 @@ def test_no_source_trusts_remote_code() -> None:
         assert "HF_HUB_TRUST" not in text
         for line in text.splitlines():
             assert '"trust_remote_code": True' not in line, file
-    assert trusting == [("distill/demo_reload.py", "AutoModelForCausalLM.from_pretrained")] or sorted(set(trusting)) == [
+    assert trusting == [("distill/demo_reload.py", "AutoModelForCausalLM.from_pretrained")] or sorted(
+        set(trusting)
+    ) == [
         ("distill/demo_reload.py", "AutoModelForCausalLM.from_pretrained"),
         ("distill/demo_reload.py", "AutoTokenizer.from_pretrained"),
     ]
@@ -188,7 +193,12 @@ def test_code_beside_weights_is_not_run(
     folder, marker = copy_of("base"), tmp_path / "ran"
     (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nraise SystemExit")
     tokenizer = ["evil.Tokenizer", "evil.Tokenizer"]
-    auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoModel": "evil.M", "AutoTokenizer": tokenizer}
+    auto_map = {
+        "AutoConfig": "evil.C",
+        "AutoModelForCausalLM": "evil.M",
+        "AutoModel": "evil.M",
+        "AutoTokenizer": tokenizer,
+    }
     for name, change in (("config.json", {"auto_map": auto_map}), ("tokenizer_config.json", {"auto_map": auto_map})):
         old = json.loads((folder / name).read_text())
         if name == "config.json":

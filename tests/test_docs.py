@@ -45,9 +45,35 @@ NOT_RUN = {
 }
 # after the page's own words, so that a tiny model on one core has done soon: the last value of a flag counts
 SHORTER: dict[str, list[str]] = {
-    "distill": "--window 8 --sinks 2 --seq-len 48 --steps 2 --set eval_rows=2 --overwrite".split(),
+    "distill": [
+        "--window",
+        "8",
+        "--sinks",
+        "2",
+        "--seq-len",
+        "48",
+        "--steps",
+        "2",
+        "--set",
+        "eval_rows=2",
+        "--overwrite",
+    ],
     "generate": ["--max-new-tokens", "2"],
-    "eval": "--length 320 --samples 1 --rows 1 --seq-len 64 --window 8 --sinks 2 --overwrite".split(),
+    "eval": [
+        "--length",
+        "320",
+        "--samples",
+        "1",
+        "--rows",
+        "1",
+        "--seq-len",
+        "64",
+        "--window",
+        "8",
+        "--sinks",
+        "2",
+        "--overwrite",
+    ],
     "patch": ["--overwrite"],
     "merge": ["--overwrite"],
     "convert": ["--overwrite"],
@@ -62,7 +88,9 @@ COMMANDS = {  # the same one on two pages is run once
 
 
 @pytest.fixture(scope="module")
-def home(byte_checkpoint: Path, byte_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(
+    byte_checkpoint: Path, byte_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder where everything lies that the pages name: bases under their Hub ids, texts, a recipe, runs."""
     folder = tmp_path_factory.mktemp("home")
     for name in ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "BASE"):

@@ -14,10 +14,10 @@ PYTEST_ARGS ?= -n auto --dist loadgroup
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test fuzz lint format clean
 
 help:
-	@echo "make demo | test | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
+	@echo "make demo | test | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
 
 setup: $(READY)
 
@@ -33,6 +33,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+fuzz: $(READY)
+	RETROFIT_FUZZ=10000 $(BIN)/python -m pytest -p no:xdist tests/robustness
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -718,7 +718,8 @@ def _recipe_file(path_or_name: str) -> Path:
 
 def _pairs(flag: str, items: list[str] | None) -> dict[str, Any]:
     """``["a=1", "b=[0, 2]"]`` as a mapping; values are read as YAML; 1e-2, which YAML takes for text, is a number."""
-    import yaml
+    from distill.plain_yaml import parse_yaml
+    from patches.errors import RetrofitError
 
     pairs: dict[str, Any] = {}
     for item in items or []:
@@ -726,8 +727,8 @@ def _pairs(flag: str, items: list[str] | None) -> dict[str, Any]:
         if not key or not equals:
             raise typer.BadParameter(f"{flag} {item}: write it as {flag} KEY=VALUE")
         try:
-            pairs[key] = yaml.safe_load(text)
-        except yaml.YAMLError:
+            pairs[key] = parse_yaml(text, key)
+        except RetrofitError:
             raise typer.BadParameter(f"{flag} {item}: {text!r} cannot be read as a value") from None
         if isinstance(pairs[key], str):
             with contextlib.suppress(ValueError):

@@ -4,12 +4,12 @@ Plain and data-parallel runs keep the optimizer in ``optimizer.pt``. DeepSpeed k
 folder of its own, named in ``latest``; the schedule and the processes' random states lie beside it as ever.
 """
 
-import json
 import shutil
 import zipfile
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from transformers import TrainerState
 
 from distill.lora import FOLDER as LORA
 from retrofit.adapter import WEIGHTS
@@ -45,7 +45,14 @@ def damage(checkpoint: Path, processes: int = 1, deepspeed: bool = False, lora: 
     for file in files:
         try:
             if file.name == STATE:
-                json.loads(file.read_text(encoding="utf-8"))
+                state = TrainerState.load_from_json(str(file))
+                logged = isinstance(state.log_history, list) and all(isinstance(x, dict) for x in state.log_history)
+                if (
+                    state.global_step != step_of(checkpoint)
+                    or not logged
+                    or not isinstance(state.stateful_callbacks, dict)
+                ):
+                    raise ValueError
             elif file.name == WEIGHTS:
                 with safe_open(str(file), framework="pt"):
                     pass
@@ -53,7 +60,7 @@ def damage(checkpoint: Path, processes: int = 1, deepspeed: bool = False, lora: 
                 return f"{file.name} is damaged"
         except FileNotFoundError:
             return f"{file.name} is missing"
-        except (OSError, ValueError, SafetensorError, zipfile.BadZipFile):
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError, zipfile.BadZipFile):
             return f"{file.name} is damaged or cut short"
     return ""
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from patches.errors import RetrofitError, nearest
 from retrofit.adapter import PREFIX, WEIGHTS
+from retrofit.hub_errors import first_line
 
 FOLDER = "lora"
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # of the attention: where the memory joins
@@ -96,11 +98,21 @@ def save_lora(model: Any, folder: Path) -> None:
 
 
 def load_lora(model: Any, folder: Path) -> None:
-    """Load what :func:`save_lora` wrote into a model that has the same LoRA layers."""
-    from peft import set_peft_model_state_dict
+    """Load what :func:`save_lora` wrote into a model that has the same LoRA layers.
 
-    weights = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
-    set_peft_model_state_dict(model, weights)
+    Raises:
+        RetrofitError: the file is missing, damaged, or of other layers.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    file = folder / WEIGHTS
+    try:
+        weights = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
+        if weights.keys() != get_peft_model_state_dict(model).keys():
+            raise RetrofitError(f"{file} does not hold the LoRA weights of this model")
+        set_peft_model_state_dict(model, weights)
+    except (SafetensorError, OSError, RuntimeError) as error:  # the last for shapes
+        raise RetrofitError(f"{file} is missing, damaged or of another shape: {first_line(error)}") from None
 
 
 def merge_lora(model: Any) -> None:

@@ -1,14 +1,12 @@
 """A recipe: everything one run needs, in one flat YAML file. Imports no torch: the command line reads recipes."""
 
 import math
-import re
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import yaml
-
+from distill.plain_yaml import parse_yaml
 from patches.errors import RetrofitError, nearest
 
 CHOICES = {
@@ -201,33 +199,15 @@ def read_recipe(path_or_name: str | Path) -> Any:
             )
         path = shipped[str(path_or_name)]
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
-        raise RetrofitError(f"{path_or_name}: not a YAML file: {' '.join(str(error).split())}") from error
+        text = path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise RetrofitError(f"{path_or_name}: not a YAML file: {error}") from error
+    return parse_yaml(text, str(path_or_name)) or {}
 
 
 def shipped_recipes() -> dict[str, Path]:
     """``{name: path}`` of the recipes that come with the package."""
     return {path.stem: path for path in sorted(Path(str(files("recipes"))).glob("*.yaml"))}
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which ``1e-2`` is a number, as everywhere else, and a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key!r} is given twice", problem_mark=node.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1 reads 1e-2 as a string: it wants 1.0e-2
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
-)
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:

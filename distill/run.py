@@ -6,6 +6,7 @@ import shutil
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -246,8 +247,13 @@ def _fit(
     with progress_bar("distilling", recipe.steps, done, console) as bar, StopOnSignal(console) as stop:
         trainer.add_callback(ProgressCallback(bar, round(split.row_tokens * rows)))
         trainer.add_callback(stop)
-        with agreeing(find_config(recipe.deepspeed)):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        try:
+            with agreeing(find_config(recipe.deepspeed)):
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        except UnpicklingError:  # the Trainer reads a checkpoint's optimizer and random states with weights_only
+            raise RetrofitError(
+                f"{checkpoint} holds more than tensors, and that is not read: delete it, and --resume from the one before"
+            ) from None
     if stop.stopped:
         raise KeyboardInterrupt
     return trainer, trainer.state

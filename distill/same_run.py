@@ -34,7 +34,7 @@ def check(output: Path, found: dict[str, Any]) -> None:
     try:
         before = json.loads((output / FILE).read_text(encoding="utf-8"))
         processes = before["processes"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise RetrofitError(f"{output / FILE} is missing or damaged: the run cannot be resumed exactly") from None
     if processes != found["processes"]:
         raise RetrofitError(

@@ -103,6 +103,8 @@ def check_window(window: int, sinks: int) -> None:
     """
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise RetrofitError(f"window={window!r}: the window must be a whole number of tokens, 1 or more")
+    if max(window, sinks if isinstance(sinks, int) else 0) >= 2**31:
+        raise RetrofitError("window and sinks must be below 2**31 tokens: no text is as long")
     if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
         raise RetrofitError(f"sinks={sinks!r}: the number of sinks must be a whole number, 0 or more")
 

@@ -3,9 +3,18 @@
 import difflib
 from collections.abc import Iterable
 
+LONGEST = 1000  # characters of a sentence; a file can be quoted in it that is far longer
+
 
 class RetrofitError(ValueError):
-    """Bad input or an unsupported combination. The command line prints it as one line and exits with status 2."""
+    """Bad input or an unsupported combination. The command line prints it as one line and exits with status 2.
+
+    Whatever a damaged file brings into the sentence, it stays one printable line.
+    """
+
+    def __init__(self, message: str):
+        line = "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in message)
+        super().__init__(line if len(line) <= LONGEST else f"{line[:LONGEST]} ...")
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -106,6 +106,9 @@ class Memory(nn.Module):
             if name not in known:
                 has = f"its options are {', '.join(known)}" if known else "it has no options"
                 raise RetrofitError(f"memory {cls.kind!r} has no option {name!r}{nearest(name, known)}: {has}")
+            value = options[name]
+            if isinstance(value, int | float) and not abs(value) < 2**63:
+                raise RetrofitError(f"{name}={value!r}: give a number, and a smaller one")
         return cls.Options(**options)
 
     @property

@@ -164,6 +164,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     for key in ("memory", "fingerprint"):
         if not isinstance(config.get(key), dict):
             raise RetrofitError(f"{file} has no {key!r}: the adapter is damaged")
+    for key in ("base_model_name_or_path", "revision"):
+        if not isinstance(config.get(key), str | None):
+            raise RetrofitError(f"{file}: {key!r} is no name: the adapter is damaged")
     return config
 
 

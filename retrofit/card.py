@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from patches.errors import RetrofitError
 
@@ -36,8 +37,9 @@ def complete_card(text: str, repo_id: str, licence: dict[str, str]) -> str:
         licence: ``license``, ``license_name`` and ``license_link`` of the base's card, as far as known.
 
     Raises:
-        RetrofitError: its metadata are no YAML.
+        RetrofitError: its metadata are not plain YAML, or none that a card can have.
     """
+    card_metadata(text, "README.md")
     try:
         card = ModelCard(text.replace(ADAPTER_HERE, repo_id).replace(MODEL_HERE, repo_id), ignore_metadata_errors=True)
     except (ValueError, yaml.YAMLError) as error:
@@ -49,6 +51,26 @@ def complete_card(text: str, repo_id: str, licence: dict[str, str]) -> str:
         name = licence.get("license_name") or licence.get("license")
         card.text = card.text.replace(LICENCE_OPEN, f"That of the base: {name}.")
     return str(card)
+
+
+def card_metadata(text: str, where: str) -> dict[str, Any]:
+    """What a card says between its ``---``, empty without them; checked since anybody may have written it.
+
+    Raises:
+        RetrofitError: it is not plain YAML; ``where`` begins the sentence.
+    """
+    block = REGEX_YAML_BLOCK.search(text)
+    if block is None:
+        return {}
+    try:
+        # a page of aliases can stand for more than any memory holds
+        plain = not any(isinstance(token, yaml.AliasToken) for token in yaml.scan(block.group(2)))
+        found = yaml.safe_load(block.group(2)) if plain else None
+    except Exception as error:  # what a value looks like decides where yaml fails at it
+        raise RetrofitError(f"{where}: what stands between its --- lines is not YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise RetrofitError(f"{where}: between its --- lines must stand keys and plain values")
+    return found
 
 
 def is_hub_id(base: str) -> bool:

@@ -96,7 +96,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     variant = config.get("_ahn_implementation") if isinstance(config, dict) else None
     if variant is None:
         raise RetrofitError(f"{file} has no '_ahn_implementation': these are not published AHN weights")
-    if variant not in KINDS:
+    if not isinstance(variant, str) or variant not in KINDS:
         raise RetrofitError(f"{file}: unknown AHN {variant!r}{nearest(variant, KINDS)}: known are {', '.join(KINDS)}")
     for name in UNSUPPORTED:
         if config.get(name):
@@ -109,7 +109,8 @@ def _check_base(published: dict[str, Any], config: Any, path: str | Path) -> Non
     rope = getattr(config, "rope_parameters", None) or {}
     ours = {name: getattr(config, name, None) for name in OF_THE_BASE}
     ours |= {"model_type": base_type(config), "rope_theta": rope.get("rope_theta", ours["rope_theta"])}
-    theirs = {**(published.get("rope_parameters") or {}), **published}
+    theirs_of_rope = published.get("rope_parameters")
+    theirs = {**(theirs_of_rope if isinstance(theirs_of_rope, dict) else {}), **published}
     for name, value in ours.items():
         if value is not None and theirs.get(name) is not None and theirs[name] != value:
             raise RetrofitError(

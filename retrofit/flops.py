@@ -80,7 +80,7 @@ def seen_keys(memory: Memory | None, tokens: int) -> Tensor:
     elif isinstance(memory, KVM):
         index = t - S  # blocks are counted from behind the sinks
         begin = (index // memory.chunk + 1) * memory.chunk - W
-        blocks = [memory.schedule.rows(n) for n in range(max(0, (tokens - S - 1) // memory.chunk + 2))]
+        blocks = [memory.schedule.rows(n) for n in range(max(1, (tokens - S - 1) // memory.chunk + 2))]
         left = (begin // memory.chunk).clamp(0, len(blocks) - 1)
         beyond = S + index - begin.clamp_min(0) + 1 + torch.tensor(blocks)[left]
     elif isinstance(memory, Compressive):

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import HfApi, ModelCard, get_token
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError, HTTPError
 
 from patches.errors import RetrofitError
 
 from .adapter import CONFIG, WEIGHTS, read_adapter_config, save_adapter
-from .card import adapter_card, complete_card, is_hub_id, model_card
+from .card import adapter_card, card_metadata, complete_card, is_hub_id, model_card
 from .families import PREFIX
 from .files import write_text
 from .hub_errors import TOKEN, first_line, reason, redact, transient
@@ -167,7 +166,7 @@ def _licence(api: HfApi, base: str | None, revision: str | None, token: str | No
     """The licence keys of the base's card, from its folder or from the Hub; empty where they cannot be found out."""
     try:
         if base and (Path(base) / CARD).is_file():
-            data = ModelCard.load(Path(base) / CARD, ignore_metadata_errors=True).data.to_dict()
+            data = card_metadata((Path(base) / CARD).read_text(encoding="utf-8"), str(Path(base) / CARD))
         elif base and is_hub_id(base):
             found = api.model_info(base, revision=revision, timeout=10).card_data
             data = found.to_dict() if found is not None else {}

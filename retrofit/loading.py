@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -12,6 +13,8 @@ from patches.modeling import refuse_tensor_parallel
 from .families import find_family
 
 SAFELY = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
+MOST_LAYERS = 1000  # several times those of any published model
+WEIGHTS_PER_BYTE = 4  # of the densest quantisation
 
 
 def load_config(path: str, **kwargs: Any) -> Any:
@@ -29,6 +32,10 @@ def load_config(path: str, **kwargs: Any) -> Any:
     except Exception as error:  # a damaged configuration can fail anywhere in transformers
         raise RetrofitError(_explain(path, error)) from error
     find_family(config)
+    if config.num_hidden_layers > MOST_LAYERS:
+        raise RetrofitError(
+            f"{path}: config.json asks for {config.num_hidden_layers} layers, which no model has: fetch it again"
+        )
     return config
 
 
@@ -44,8 +51,9 @@ def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
         RetrofitError: as :func:`load_config`, or weights that are missing, damaged or not in safetensors.
     """
     refuse_tensor_parallel(kwargs)
-    load_config(path, **{key: kwargs[key] for key in ("revision", "token", "cache_dir") if key in kwargs})
+    config = load_config(path, **{key: kwargs[key] for key in ("revision", "token", "cache_dir") if key in kwargs})
     try:
+        _refuse_larger(path, config)
         model, report = AutoModelForCausalLM.from_pretrained(path, **{**SAFELY, **kwargs, "output_loading_info": True})
     except RetrofitError:
         raise
@@ -74,6 +82,23 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     if tokenizer.vocab_size <= len(set(tokenizer.all_special_ids)):
         raise RetrofitError(f"{path} has no tokenizer: save one beside the checkpoint")
     return tokenizer
+
+
+def _refuse_larger(path: str, config: Any) -> None:
+    """Refuse a configuration that cannot be that of the weights beside it, because they are too small by far.
+
+    transformers makes room for all that a configuration asks for before it compares a single shape.
+    """
+    there = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    if not there:  # a Hub id, or no weights at all
+        return
+    with torch.device("meta"):
+        asked = AutoModelForCausalLM.from_config(config, trust_remote_code=False).num_parameters()
+    if asked > WEIGHTS_PER_BYTE * there:
+        raise RetrofitError(
+            f"{path}: config.json asks for {asked:,} weights, and those beside it have {there:,} bytes: fetch the "
+            "checkpoint again"
+        )
 
 
 def _explain(path: str, error: Exception) -> str:

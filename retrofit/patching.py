@@ -14,6 +14,8 @@ from patches.kinds import find_kind
 from .families import find_family, is_retrofit
 from .loading import load_base
 
+MOST = 10  # times the base's parameters: an adapter that asks for more was damaged, or worse
+
 # configuration fields that belong to the class or to the file a base came from, not to what the model computes
 NOT_INHERITED = ("model_type", "architectures", "auto_map", "transformers_version", "memory", "_name_or_path")
 
@@ -75,6 +77,12 @@ def patch(
     settings.patched_layers(base.config.num_hidden_layers)
     check_base(base.config, window, sinks)
     model = skeleton(base.config, settings)
+    added, there = sum(p.numel() for _, p in model.memory_parameters()), base.num_parameters()
+    if added > MOST * there:
+        raise RetrofitError(
+            f"memory {memory!r} would have {added:,} parameters with these options, its base has {there:,}: "
+            "choose smaller ones"
+        )
     _share(base, model)
     model.generation_config = copy.deepcopy(base.generation_config)
     if getattr(base, "hf_device_map", None) and len(set(base.hf_device_map.values())) > 1:

@@ -3,7 +3,6 @@
 import importlib.util
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,33 +10,30 @@ import torch
 import patches.kinds
 import retrofit
 from patches.errors import RetrofitError
+from tests.pages import NAMED, blocks
 
-PAGE = Path(__file__).parents[1] / "docs" / "add-a-memory.md"
-
-
-def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+PAGE = NAMED["docs/add-a-memory.md"]
+FILE, ENTRY, EXAMPLE = blocks("docs/add-a-memory.md", "python")
 
 
 @pytest.fixture
 def fading(tmp_path, monkeypatch):
     """The page's file as a module of ``patches``, and its entry."""
-    file, entry, _ = blocks()
     path = tmp_path / "fading.py"
-    path.write_text(file)
+    path.write_text(FILE)
     spec = importlib.util.spec_from_file_location("patches.fading", path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "patches.fading", module)
     spec.loader.exec_module(module)
     names = {"__package__": "patches"}
-    exec(entry, names)  # as a line of patches/kinds.py
+    exec(ENTRY, names)  # as a line of patches/kinds.py
     kind = names["FadingMemory"]
     monkeypatch.setitem(patches.kinds.KINDS, kind.kind, kind)
     return kind
 
 
 def test_the_example_runs(fading, capsys):
-    exec(compile(blocks()[2], str(PAGE), "exec"), {"__name__": "example"})
+    exec(compile(EXAMPLE, str(PAGE), "exec"), {"__name__": "example"})
     assert capsys.readouterr().out.startswith(f"{4 * 4 * 16 * 16} bytes")
 
 

@@ -3,16 +3,16 @@
 import inspect
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 import retrofit
 from retrofit.evaluation import harness
 from retrofit.evaluation.benchmarks import BENCHMARKS
+from tests.pages import blocks, text_of
 
-PAGE = (Path(__file__).parents[1] / "docs" / "evaluation-benchmarks.md").read_text(encoding="utf-8")
-BENCHMARK, HARNESS, PERPLEXITY = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+PAGE = text_of("docs/evaluation-benchmarks.md")
+BENCHMARK, HARNESS, PERPLEXITY = blocks("docs/evaluation-benchmarks.md", "python")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +88,7 @@ class Rows:
             where = f"{self.benchmark.name}, {self.task}, row {number}"
             answers = row.get("answers", row.get("answer"))
             answers = answers if isinstance(answers, list) else [answers]
-            if not all(isinstance(text, str) for text in (row.get("context"), row.get("input"), *answers)):
+            if not all(map(_is_text, (row.get("context"), row.get("input"), *answers))):
                 raise RetrofitError(f"{where}: a row needs the texts 'context' and 'input' and a list 'answers'")
             meta = {"language": question.language}
             if row.get("answer_keywords"):
@@ -179,6 +180,11 @@ def _find(source: str, benchmark: Benchmark, file: str, archive: str | None) -> 
         ) from error
 
 
+def _is_text(value: Any) -> bool:
+    """Whether it is a string that a tokenizer can take: JSON can say half a surrogate pair, UTF-8 cannot."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
 def _zipped(path: Path, file: str) -> Iterator[dict[str, Any]]:
     try:
         with zipfile.ZipFile(path) as archive:
@@ -187,7 +193,7 @@ def _zipped(path: Path, file: str) -> Iterator[dict[str, Any]]:
                 raise RetrofitError(f"{path} holds no {file}")
             with archive.open(member) as lines:
                 yield from _json_lines(lines, f"{path}, {member}")
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:  # the last: a password is asked
         raise RetrofitError(f"{path} is not a whole zip file: fetch it again") from error
 
 

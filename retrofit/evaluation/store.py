@@ -51,12 +51,13 @@ class ResultStore:
         return [line for line in self.done.values() if all(line.get(key) == value for key, value in wanted.items())]
 
     def _whole_lines(self) -> list[dict[str, Any]]:
-        texts = self.path.read_text(encoding="utf-8").splitlines()
+        texts = self.path.read_bytes().splitlines()
         lines: list[dict[str, Any]] = []
         for number, text in enumerate(texts, start=1):
             try:
                 line = json.loads(text)
-                if not isinstance(line, dict) or ("settings" if number == 1 else "key") not in line:
+                key, sort = ("settings", dict) if number == 1 else ("key", str)
+                if not isinstance(line, dict) or not isinstance(line.get(key), sort):
                     raise ValueError
             except (ValueError, RecursionError):
                 if number == len(texts) > 1:

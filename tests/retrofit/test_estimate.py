@@ -187,3 +187,10 @@ def test_the_table_stands_in_for_a_hub_that_cannot_be_reached(monkeypatch: pytes
 def test_mistakes(change: dict[str, Any], said: str) -> None:
     with pytest.raises(RetrofitError, match=said):
         estimate(**{"base": "Qwen2.5-3B", "memory": "ahn-gdn", "window": 8, "sinks": 2, "length": 64, **change})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
+def test_a_text_shorter_than_the_sinks_sees_itself(kind: str) -> None:
+    """Nothing was evicted, so no memory has a block or a row yet."""
+    memory = layer_memories(built_in("Qwen2.5-3B"), MemoryConfig(kind, 8, 128))[0]
+    assert seen_keys(memory, 20).tolist() == list(range(1, 21))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from retrofit.export import export_model
 from retrofit.hub import WAITS
 from tests.helpers import ROOT, awake, logits, tokens
 from tests.hub_server import HubServer, Repo
+from tests.pages import blocks, commands
 
 MakeBase = Callable[..., PreTrainedModel]
 IDS = tokens(2, 30)
@@ -314,15 +314,12 @@ def test_the_page_in_the_docs_does_what_it_says(
     model = awake(base, "ahn-gdn")
     retrofit.save_adapter(model, "runs/first/adapter")
     export_model(model, "runs/first/model", byte_tokenizer)
-    page = (ROOT / "docs" / "hub.md").read_text(encoding="utf-8")
-    blocks = [block.split("\n", 1) for block in page.split("```")[1::2]]
-    commands = [line for language, block in blocks if language == "sh" for line in block.splitlines()]
-    for command in commands[1:]:  # the first one logs in
-        done = CliRunner().invoke(app, shlex.split(command, comments=True)[1:])
+    for command in commands("docs/hub.md")[1:]:  # the first one logs in
+        done = CliRunner().invoke(app, command.words[1:])
         assert done.exit_code == 0, done.output
     assert (hub.repos["user/first-model"].private, hub.repos["user/first"].messages[-1]) == (True, "600 more steps")
     names = {"ids": IDS}
-    code = [block for language, block in blocks if language == "python"]
+    code = blocks("docs/hub.md", "python")
     assert len(code) == 2
     for block in code:
         exec(block, names)

@@ -1,0 +1,307 @@
+"""README and docs: every command is run or says why not, every block is code that works, every link leads somewhere."""
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import retrofit
+from cli import app
+from distill.lora import add_lora, save_lora
+from distill.recipe import Recipe
+from distill.rows import PackedRows
+from distill.sources import open_source
+from distill.tokens import TokenRows, find_column
+from patches.kinds import KINDS
+from retrofit.export import export_model
+from tests.hub_server import HubServer
+from tests.pages import NAMED, PAGES, ROOT, Command, anchors, blocks, commands, links, mentioned, text_of
+
+# other tests run these pages' blocks, from the pages themselves
+ELSEWHERE = {
+    "docs/add-a-memory.md": "tests/test_docs_add_a_memory.py",
+    "docs/evaluation-benchmarks.md": "tests/test_docs_evaluation_benchmarks.py",
+    "docs/hub.md": "tests/retrofit/test_hub.py",
+}
+# commands that are not run here, by a word of theirs, and why; their verbs and flags are checked all the same
+NOT_RUN = {
+    "make": "sets up an environment and takes minutes; its targets are looked up",
+    "--nproc": "several processes; tests/distill/test_launch.py and test_processes.py run them",
+    "torchrun": "several processes; tests/distill/test_launch.py runs it",
+    "lm_eval": "tests/retrofit/evaluation/test_harness.py runs this very command",
+    "hf": "asks for a token",
+    "--dry-run": "half a minute; tests/test_recipes.py does it with every recipe",
+    "bench": "starts processes of its own; tests/retrofit/test_bench.py runs it",
+}
+# after the page's own words, so that a tiny model on one core has done soon: the last value of a flag counts
+SHORTER: dict[str, list[str]] = {
+    "distill": [
+        "--window",
+        "8",
+        "--sinks",
+        "2",
+        "--seq-len",
+        "48",
+        "--steps",
+        "2",
+        "--set",
+        "eval_rows=2",
+        "--overwrite",
+    ],
+    "generate": ["--max-new-tokens", "2"],
+    "eval": [
+        "--length",
+        "320",
+        "--samples",
+        "1",
+        "--rows",
+        "1",
+        "--seq-len",
+        "64",
+        "--window",
+        "8",
+        "--sinks",
+        "2",
+        "--overwrite",
+    ],
+    "patch": ["--overwrite"],
+    "merge": ["--overwrite"],
+    "convert": ["--overwrite"],
+}
+COMMANDS = {  # the same one on two pages is run once
+    " ".join(command.words): command
+    for name in NAMED
+    if name not in ELSEWHERE
+    for command in commands(name)
+    if not NOT_RUN.keys() & set(command.words)
+}
+
+
+@pytest.fixture(scope="module")
+def home(
+    byte_checkpoint: Path, byte_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder where everything lies that the pages name: bases under their Hub ids, texts, a recipe, runs."""
+    folder = tmp_path_factory.mktemp("home")
+    for name in ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "BASE"):
+        shutil.copytree(byte_checkpoint, folder / name)
+    for name in ("corpus.txt", "held-out.txt"):
+        (folder / name).write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    model = retrofit.patch(str(byte_checkpoint), "ahn-gdn", window=8, sinks=2)
+    for run in ("first", "second"):
+        retrofit.save_adapter(model, folder / "runs" / run / "adapter")
+        export_model(model, folder / "runs" / run / "model", byte_tokenizer)
+    from safetensors.torch import save_file
+
+    weights = {name.replace(".self_attn.memory.", ".ahn.fn."): p.clone() for name, p in model.memory_parameters()}
+    weights |= {f"model.layers.{i}.ahn.fn.D": torch.ones(4) for i in range(2)}
+    for name in ("AHN_FOLDER", "ByteDance-Seed/AHN-GDN-for-Qwen-2.5-Instruct-3B"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text('{"_ahn_implementation": "GatedDeltaNet"}')
+        save_file(weights, folder / name / "model.safetensors")
+    recipe = {"base": "BASE", "data": "corpus.txt", "window": 8, "sinks": 2, "seq_len": 48, "steps": 2, "eval_rows": 2}
+    (folder / "my.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+@pytest.fixture
+def at_home(home: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In that folder, logged in to a small Hub."""
+    hub.users["hf_" + "d" * 34] = "user"
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "d" * 34)
+    monkeypatch.chdir(home)
+    return home
+
+
+# ---- commands ----
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_command_does_what_the_page_says(command: Command, at_home: Path) -> None:
+    program, verb, *rest = command.words
+    assert program == "retrofit", command.line
+    done = CliRunner().invoke(app, [verb, *rest, *SHORTER.get(verb, [])])
+    assert done.exit_code == 0 or (verb, done.exit_code) == ("doctor", 1), done.output
+    for flag in ("-o", "--output"):
+        if flag in rest:
+            assert any((at_home / rest[rest.index(flag) + 1]).iterdir())
+
+
+@pytest.mark.parametrize("page", NAMED)
+def test_verbs_and_flags_are_known(page: str) -> None:
+    for command in commands(page):
+        words = command.words
+        if words[0] == "make":
+            assert words[1] in re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE), command.line
+        elif words[0] in ("retrofit", "torchrun"):
+            verb, rest = _verb(words[words.index("distill") :] if words[0] == "torchrun" else words[1:])
+            verb.make_context("retrofit", list(rest))  # parses, and complains of what is unknown or missing
+        else:
+            assert words[0] in NOT_RUN, command.line
+    for words in mentioned(page):
+        verb, rest = _verb(words[1:])
+        known = {flag for parameter in verb.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        assert {word.split("=")[0] for word in rest if word.startswith("-")} <= known | {"--help"}, words
+
+
+def test_every_reason_for_not_running_is_needed() -> None:
+    words = {word for name in NAMED for command in commands(name) for word in command.words}
+    assert words >= NOT_RUN.keys()
+    for page, test in ELSEWHERE.items():
+        assert Path(page).name in (ROOT / test).read_text() or page.split("/")[-1] in (ROOT / test).read_text()
+
+
+def _verb(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that words name, and what comes after the name."""
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        assert words[0] in command.commands, words
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+# ---- blocks ----
+
+
+def test_the_readmes_python(at_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").symlink_to(at_home / "Qwen")
+    first, second = blocks("README.md", "python")
+    names: dict[str, Any] = {"ids": torch.randint(3, 101, (2, 40))}
+    exec(first, names)
+    assert torch.equal(names["teacher"], names["base"](names["ids"]).logits)
+    names["model"] = retrofit.patch(names["base"], "ahn-gdn", window=8, sinks=2)
+    names["rows"] = PackedRows(torch.randint(3, 101, (16 * 40,)), 40)
+    assert "max_steps=600" in second
+    exec(second.replace("max_steps=600", "max_steps=2"), names)
+
+
+def test_lora_beside_a_memory_loads_as_the_page_says(
+    tmp_path: Path, make_base: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    (settings,) = (yaml.safe_load(block) for block in blocks("docs/distillation.md", "yaml"))
+    base = make_base("Qwen2")
+    model = retrofit.patch(base, "ahn-gdn", 8, 2)
+    retrofit.save_adapter(model, "DIR/adapter")
+    add_lora(model, Recipe(**settings).lora)
+    (tmp_path / "DIR" / "lora").mkdir()
+    save_lora(model, tmp_path / "DIR" / "lora")
+    names = {"retrofit": retrofit, "PeftModel": peft.PeftModel, "base": base}
+    (code,) = blocks("docs/distillation.md", "python")
+    exec(code, names)
+    assert [name for name, _ in names["model"].named_parameters() if "lora_" in name]
+
+
+def test_the_recipe_of_the_data_page_is_one() -> None:
+    (block,) = blocks("docs/data.md", "yaml")
+    assert Recipe.from_dict(yaml.safe_load(block)).data_format == "chat"
+
+
+def test_the_records_of_the_data_page_are_read(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    byte_tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + (
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    texts, chats = blocks("docs/data.md", "json")
+    for i, text in enumerate((texts, *chats.splitlines())):
+        path = tmp_path / f"{i}.jsonl"
+        path.write_text(text)
+        opened = open_source(str(path))
+        rows = list(TokenRows(opened, find_column(opened, "auto"), byte_tokenizer, 512))
+        assert len(rows) == len(text.strip().splitlines())
+    byte_tokenizer.chat_template = None
+
+
+def test_no_block_is_left_out() -> None:
+    """A new block of Python, YAML or JSON has to be run somewhere: here, or by the test of its page."""
+    here = {("README.md", "python"), ("docs/distillation.md", "python"), ("docs/distillation.md", "yaml")}
+    here |= {("docs/data.md", "yaml"), ("docs/data.md", "json")}
+    for page in NAMED:
+        for language in ("python", "yaml", "json"):
+            if blocks(page, language):
+                assert page in ELSEWHERE or (page, language) in here, f"{page}: nobody runs its {language}"
+
+
+# ---- links ----
+
+
+@pytest.mark.parametrize("page", PAGES, ids=list(NAMED))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert target.is_relative_to(ROOT), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, open_pages = set(), [ROOT / "README.md"]
+    while open_pages:
+        page = open_pages.pop()
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            open_pages += [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
+    assert not set(PAGES) - reached
+
+
+# ---- memories ----
+
+
+def page_of(kind: str) -> str:
+    """The page that the README's table links for a kind."""
+    (link,) = re.findall(rf"^\| \[`{re.escape(kind)}`\]\(([\w/.-]+)\)", text_of("README.md"), re.MULTILINE)
+    return link
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
+def test_a_memorys_page_says_it_all(kind: str) -> None:
+    text = text_of(page_of(kind))
+    assert f"`{kind}`" in text.splitlines()[0]
+    for option in KINDS[kind].Options.__dataclass_fields__:
+        assert f"`{option}`" in text or f"`{option}=" in text or f"{option}=" in text, f"{kind}: {option} is not named"
+    assert re.search(r"^    \S.*\n    \S", text, re.MULTILINE), "no equation"
+    assert "arxiv.org/abs/" in text or text.split("\n\n")[1].startswith("Ours."), "no paper"
+    assert "When to use it" in text
+    assert re.search(r"^(## Figures|\*\*Figures here)", text, re.MULTILINE)
+    assert re.search(rf"^\| .*\b{re.escape(kind)}\b", text.split("Figures")[-1], re.MULTILINE), "not in the figures"
+    for form in ("readable form", "fast form"):
+        row = re.search(rf"^\| {form} \| (.+) \|$", text, re.MULTILINE)
+        assert row, form
+        assert _places(row[1]), form
+
+
+def _places(text: str) -> bool:
+    """Whether every ``file: name`` in ``text`` is there; a name alone may be in any of the files named."""
+    places = re.findall(r"`([^`]+)`", text)
+    files = [ROOT / place.partition(":")[0] for place in places if "/" in place]
+    assert all(file.is_file() for file in files), files
+    names = [name for place in places if "=" not in (name := place.rpartition(": ")[2]) and "/" not in name]
+    for name in (name.split(".")[-1] for name in names):
+        written = rf"^\s*(def|class) {re.escape(name)}\b|^{re.escape(name)}\b"
+        assert any(re.search(written, file.read_text(encoding="utf-8"), re.MULTILINE) for file in files), name
+    return bool(names)
+
+
+def test_the_json_of_a_page_is_json() -> None:
+    for page in NAMED:
+        for block in blocks(page, "json"):
+            for line in block.splitlines():
+                json.loads(line)
+
+
+def test_shell_words_can_be_split() -> None:
+    for page in NAMED:
+        for command in commands(page):
+            assert shlex.split(command.line, comments=True)

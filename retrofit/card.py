@@ -37,14 +37,10 @@ def complete_card(text: str, repo_id: str, licence: dict[str, str]) -> str:
         licence: ``license``, ``license_name`` and ``license_link`` of the base's card, as far as known.
 
     Raises:
-        RetrofitError: its metadata are not plain YAML, or none that a card can have.
+        RetrofitError: what stands between its ``---`` is not plain YAML.
     """
     card_metadata(text, "README.md")
-    try:
-        card = ModelCard(text.replace(ADAPTER_HERE, repo_id).replace(MODEL_HERE, repo_id), ignore_metadata_errors=True)
-    except (ValueError, yaml.YAMLError) as error:
-        what = " ".join(str(error).split())
-        raise RetrofitError(f"README.md: what stands between its first --- lines is no card metadata: {what}") from None
+    card = ModelCard(text.replace(ADAPTER_HERE, repo_id).replace(MODEL_HERE, repo_id), ignore_metadata_errors=True)
     if licence and card.data.get("license") is None:
         for key, value in licence.items():
             card.data[key] = value

@@ -172,7 +172,7 @@ def _licence(api: HfApi, base: str | None, revision: str | None, token: str | No
             data = found.to_dict() if found is not None else {}
         else:
             data = {}
-    except (HTTPError, OSError, ValueError, yaml.YAMLError) as error:
+    except (HTTPError, OSError, ValueError) as error:
         print(f"note: the licence of {base} is not known: {redact(first_line(error), token)}", file=sys.stderr)
         data = {}
     return {key: data[key] for key in ("license", "license_name", "license_link") if isinstance(data.get(key), str)}

@@ -218,8 +218,8 @@ def test_the_card_is_completed(
     ("metadata", "says"),
     [
         ("license: mine", r'Invalid metadata in README.md. - "license" must be one of a list'),
-        ("license: [", "README.md: what stands between its first --- lines is no card metadata"),
-        ("- a list", "no card metadata: repo card metadata block should be a dict"),
+        ("license: [", "README.md: what stands between its --- lines is not YAML"),
+        ("- a list", "between its --- lines must stand keys and plain values"),
     ],
 )
 def test_a_card_with_faults(hub: HubServer, adapter: Path, metadata: str, says: str) -> None:

@@ -4,18 +4,21 @@ Plain and data-parallel runs keep the optimizer in ``optimizer.pt``. DeepSpeed k
 folder of its own, named in ``latest``; the schedule and the processes' random states lie beside it as ever.
 """
 
+import hashlib
+import json
 import shutil
 import zipfile
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
 
 from distill.lora import FOLDER as LORA
 from retrofit.adapter import WEIGHTS
+from retrofit.files import write_json
 
 STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
 ENGINE = "latest"  # DeepSpeed's pointer to its folder
+CHECKSUMS = "checksums.json"
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -29,13 +32,19 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[-1])
 
 
+def write_checksums(checkpoint: Path) -> None:
+    """SHA-256 of the safetensors files, which hold no checksum of their own; torch's archives do."""
+    files = {str(file.relative_to(checkpoint)): _sha256(file) for file in sorted(checkpoint.rglob(WEIGHTS))}
+    write_json(checkpoint / CHECKSUMS, files)
+
+
 def damage(checkpoint: Path, processes: int = 1, deepspeed: bool = False, lora: bool = False) -> str:
     """What keeps a run from going on from ``checkpoint``: a file that is missing or cut short; empty if nothing does.
 
     The Trainer would go on without an optimizer's file as if nothing had been learned yet.
     """
     random = "rng_state.pth" if processes == 1 else "rng_state_{}.pth"
-    files = [checkpoint / name for name in (STATE, WEIGHTS, SCHEDULER)]
+    files = [checkpoint / name for name in (STATE, CHECKSUMS, WEIGHTS, SCHEDULER)]
     files += [checkpoint / LORA / WEIGHTS] if lora else []
     files += [checkpoint / random.format(rank) for rank in range(processes)]
     if deepspeed:
@@ -53,16 +62,24 @@ def damage(checkpoint: Path, processes: int = 1, deepspeed: bool = False, lora: 
                     or not isinstance(state.stateful_callbacks, dict)
                 ):
                     raise ValueError
+            elif file.name == CHECKSUMS:
+                json.loads(file.read_text(encoding="utf-8"))
             elif file.name == WEIGHTS:
-                with safe_open(str(file), framework="pt"):
-                    pass
+                expected = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))
+                if expected.get(str(file.relative_to(checkpoint))) != _sha256(file):
+                    return f"{file.name} is damaged"
             elif zipfile.ZipFile(file).testzip():
                 return f"{file.name} is damaged"
         except FileNotFoundError:
             return f"{file.name} is missing"
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError, zipfile.BadZipFile):
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, zipfile.BadZipFile):
             return f"{file.name} is damaged or cut short"
     return ""
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _engine_files(checkpoint: Path, processes: int) -> list[Path]:

@@ -34,9 +34,10 @@ from distill.trainer import DRAFT, DistillTrainer
 from distill.zero import agreeing, find_config, gathered, is_partitioned, whole
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
-from retrofit.adapter import WEIGHTS, load_memory_weights
+from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config
 from retrofit.export import export_model
 from retrofit.files import check_output, write_folder, write_json, write_text
+from retrofit.fingerprint import difference
 from retrofit.loading import load_config, load_tokenizer
 from retrofit.table import finite, print_table
 
@@ -106,6 +107,8 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     if resume:
         same_run.check(output, this_run)
     model = build_model(recipe, fresh=checkpoint is not None)
+    if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
+        raise RetrofitError(f"the base of the run in {output} is another one than it was started with: {other}")
     sizes = {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()}
     if processes.main:
         shutil.rmtree(output / DRAFT, ignore_errors=True)  # of a run that was killed while it saved

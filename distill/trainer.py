@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl
 
 from distill.arguments import DistillArguments
-from distill.checkpoint import drop_oldest
+from distill.checkpoint import drop_oldest, write_checksums
 from distill.evenly import EvenRows
 from distill.finite import FiniteGradient
 from distill.lora import FOLDER as LORA
@@ -255,6 +255,7 @@ class DistillTrainer(Trainer):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
+                write_checksums(draft / name)
                 shutil.rmtree(home / name, ignore_errors=True)
                 os.replace(draft / name, home / name)
                 if self.args.save_total_limit:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import retrofit
 from distill import DistillTrainer, distill
-from distill.checkpoint import checkpoints
+from distill.checkpoint import checkpoints, write_checksums
 from distill.recipe import Recipe
 from distill.run import _last_whole
 from patches.errors import RetrofitError
@@ -152,6 +152,17 @@ def test_another_run_is_not_replaced_unless_asked(recipe: Recipe) -> None:
     assert (run / "note.txt").read_text() == "mine"
 
 
+def test_resuming_on_another_base_is_refused(recipe: Recipe, make_base: Callable[..., PreTrainedModel]) -> None:
+    distill(recipe)
+    other = make_base("Llama")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    other.save_pretrained(str(recipe.base))
+    with pytest.raises(RetrofitError, match="is another one than it was started with"):
+        distill(recipe, resume=True)
+
+
 def test_resuming_with_other_settings_is_refused(recipe: Recipe) -> None:
     distill(changed(recipe, steps=1))
     with pytest.raises(RetrofitError, match=r"other settings: steps \(was 1\), lr \(was 0.01\)"):
@@ -160,17 +171,22 @@ def test_resuming_with_other_settings_is_refused(recipe: Recipe) -> None:
         distill(changed(recipe, output=str(recipe.output) + "-other"), resume=True)
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
-@pytest.mark.parametrize("missing", [False, True], ids=["cut", "missing"])
+@pytest.mark.parametrize(
+    "name", [WEIGHTS, "checksums.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+)
+@pytest.mark.parametrize("how", ["cut", "missing", "zeros"])
 def test_a_damaged_checkpoint_is_passed_over(
-    recipe: Recipe, name: str, missing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe, name: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     for step in (1, 2):
         write_checkpoint(run / f"checkpoint-{step}")
     assert _last_whole(recipe, run, Console(stderr=True), 1) == run / "checkpoint-2"
     file = run / "checkpoint-2" / name
-    file.unlink() if missing else file.write_bytes(file.read_bytes()[:-30])
+    content = file.read_bytes()
+    middle = len(content) // 2  # of torch's archives and of safetensors: in a tensor
+    damaged = content[:-30] if how == "cut" else content[: middle - 20] + bytes(20) + content[middle:]
+    file.unlink() if how == "missing" else file.write_bytes(damaged)
     assert _last_whole(recipe, run, Console(stderr=True, width=500), 1) == run / "checkpoint-1"
     assert f"{run / 'checkpoint-2'} cannot be used, {name} is" in capsys.readouterr().err
 
@@ -178,10 +194,11 @@ def test_a_damaged_checkpoint_is_passed_over(
 def write_checkpoint(folder: Path) -> None:
     """The files a checkpoint must have."""
     folder.mkdir(parents=True)
-    save_file({"x": torch.zeros(50)}, folder / WEIGHTS)
+    save_file({"x": torch.randn(500)}, folder / WEIGHTS)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        torch.save({"x": torch.zeros(50)}, folder / name)
+        torch.save({"x": torch.randn(500)}, folder / name)
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": list(range(50))}))
+    write_checksums(folder)
 
 
 def test_resuming_from_the_checkpoint_before_a_damaged_one(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:

@@ -229,7 +229,7 @@ def test_checkpoints_hold_the_memory_and_not_the_base(
     assert not (tmp_path / ".saving").exists()
     last = tmp_path / "checkpoint-4"
     expected = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-    expected |= {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    expected |= {"checksums.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
     assert {path.name for path in last.iterdir()} == expected
     saved = load_file(last / "adapter_model.safetensors")
     assert {name.removeprefix("base_model.model.") for name in saved} == set(memory(model))

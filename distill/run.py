@@ -251,7 +251,7 @@ def _fit(
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except UnpicklingError:  # the Trainer reads a checkpoint's optimizer and random states with weights_only
             raise RetrofitError(
-                f"{checkpoint} holds more than tensors, and that is not read: delete it, and --resume from the one before"
+                f"{checkpoint} holds more than tensors, which is not read: delete it, and --resume from the one before"
             ) from None
     if stop.stopped:
         raise KeyboardInterrupt

@@ -46,34 +46,8 @@ NOT_RUN = {
 # after the page's own words, so that a tiny model on one core has done soon: the last value of a flag counts
 SHORTER = {
     "distill": "--window 8 --sinks 2 --seq-len 48 --steps 2 --set eval_rows=2 --overwrite",
-        "--window",
-        "8",
-        "--sinks",
-        "2",
-        "--seq-len",
-        "48",
-        "--steps",
-        "2",
-        "--set",
-        "eval_rows=2",
-        "--overwrite",
-    ],
     "generate": "--max-new-tokens 2",
     "eval": "--length 320 --samples 1 --rows 1 --seq-len 64 --window 8 --sinks 2 --overwrite",
-        "--length",
-        "320",
-        "--samples",
-        "1",
-        "--rows",
-        "1",
-        "--seq-len",
-        "64",
-        "--window",
-        "8",
-        "--sinks",
-        "2",
-        "--overwrite",
-    ],
     "patch": "--overwrite",
     "merge": "--overwrite",
     "convert": "--overwrite",
@@ -297,4 +271,3 @@ def test_the_json_of_a_page_is_json() -> None:
         for block in blocks(page, "json"):
             for line in block.splitlines():
                 json.loads(line)
-

@@ -1,4 +1,4 @@
-"""What is never done with somebody else's files: no pickle read, no code beside weights run, no token shown."""
+"""Never done with somebody else's files: no pickle is read, no code beside weights is run, no token is shown."""
 
 import ast
 import json
@@ -26,6 +26,10 @@ SOURCES = [
 ]
 TOKEN = "hf_" + "t" * 34
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
+
+
+class PickleRead(BaseException):
+    """Not an Exception: a loader that catches everything must not catch this."""
 
 
 class Trojan:
@@ -82,7 +86,7 @@ def test_a_pickle_is_never_read(
         (folder / "model.pkl").write_bytes(pickle.dumps(Trojan(marker)))
 
     def read(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt("a pickle is read")  # whatever catches exceptions lets this one pass
+        raise PickleRead
 
     for where in ("torch.load", "torch.serialization.load", "pickle.load", "transformers.modeling_utils.torch.load"):
         monkeypatch.setattr(where, read)
@@ -140,7 +144,7 @@ def test_a_checkpoint_with_a_trojan_is_not_gone_on_from(file: str, finished: Pat
     torch.save({"a": Trojan(tmp_path / "unpickled")}, output / "checkpoint-1" / file)
     again = run("distill", output / "recipe.yaml", "--resume", "-o", output)
     assert again.exit_code == 2, again.output
-    assert "checkpoint-1 holds more than tensors, and that is not read" in again.stderr
+    assert "checkpoint-1 holds more than tensors, which is not read" in again.stderr
     assert not (tmp_path / "unpickled").exists()
 
 
@@ -170,19 +174,11 @@ def test_no_source_trusts_remote_code() -> None:
     for file in SOURCES:
         for name, call in calls(file):
             for keyword in call.keywords:
-                named = keyword.arg in ("trust_remote_code", "_trust_remote_code")
-                if named and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
+                distrusted = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg == "trust_remote_code" and not distrusted:
                     trusting.append((file.relative_to(ROOT).as_posix(), name))
-        text = file.read_text(encoding="utf-8")
-        assert "HF_HUB_TRUST" not in text
-        for line in text.splitlines():
-            assert '"trust_remote_code": True' not in line, file
-    assert trusting == [("distill/demo_reload.py", "AutoModelForCausalLM.from_pretrained")] or sorted(
-        set(trusting)
-    ) == [
-        ("distill/demo_reload.py", "AutoModelForCausalLM.from_pretrained"),
-        ("distill/demo_reload.py", "AutoTokenizer.from_pretrained"),
-    ]
+        assert '"trust_remote_code": True' not in file.read_text(encoding="utf-8"), file
+    assert trusting == [("distill/demo_reload.py", "AutoModelForCausalLM.from_pretrained")]
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "evil", None])

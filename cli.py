@@ -694,14 +694,14 @@ def recipes_check(
     names: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="Files or shipped names.")] = None,
 ) -> None:
     """Validate recipes; without an argument, all that come with the package."""
+    from distill.check import check_recipe
     from distill.recipe import load_recipe, shipped_recipes
     from patches.errors import RetrofitError
-    from patches.kinds import find_kind
 
     for name in names or shipped_recipes():
         recipe = load_recipe(name)
         try:
-            find_kind(recipe.memory).read_options(recipe.options)
+            check_recipe(recipe)
         except RetrofitError as error:
             raise RetrofitError(f"{name}: {error}") from None
         typer.echo(f"{name}: valid")

@@ -30,18 +30,14 @@ UNTOUCHED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def add_lora(model: Any, settings: dict[str, Any]) -> None:
-    """Wrap projections of ``model``, in place, and leave them and the memory as what is trained.
-
-    Args:
-        model: a retrofitted model.
-        settings: fields of ``peft.LoraConfig``; ``target_modules`` are the attention's projections by default.
+def check_settings(settings: dict[str, Any]) -> None:
+    """Refuse what is no field of ``peft.LoraConfig``, or would change the teacher.
 
     Raises:
-        RetrofitError: peft is not installed, does not take the settings, or would change the teacher with them.
+        RetrofitError: either, or peft is not installed.
     """
     try:
-        from peft import LoraConfig, LoraModel
+        from peft import LoraConfig
     except ImportError:
         raise RetrofitError("lora needs peft: pip install 'retrofit-lm[peft]'") from None
     if unknown := settings.keys() - LoraConfig.__dataclass_fields__.keys():
@@ -52,6 +48,21 @@ def add_lora(model: Any, settings: dict[str, Any]) -> None:
         if name in settings and settings[name] not in allowed:
             choices = " or ".join(map(repr, allowed))
             raise RetrofitError(f"lora: {name} {settings[name]!r} would change the teacher too: leave it at {choices}")
+
+
+def add_lora(model: Any, settings: dict[str, Any]) -> None:
+    """Wrap projections of ``model``, in place, and leave them and the memory as what is trained.
+
+    Args:
+        model: a retrofitted model.
+        settings: fields of ``peft.LoraConfig``; ``target_modules`` are the attention's projections by default.
+
+    Raises:
+        RetrofitError: peft is not installed, does not take the settings, or would change the teacher with them.
+    """
+    check_settings(settings)
+    from peft import LoraConfig, LoraModel
+
     trained = [parameter for _, parameter in model.memory_parameters() if parameter.requires_grad]
     own = {"target_modules": PROJECTIONS, "task_type": "CAUSAL_LM", "exclude_modules": r".*\.memory(\..*)?"}
     try:

@@ -16,9 +16,20 @@ def reporters(report_to: str) -> list[str]:
     installed = get_available_reporting_integrations()
     if names == ["all"]:
         return installed
+    check_names(report_to)
     for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise RetrofitError(f"report_to: unknown {name!r}{nearest(name, list(INTEGRATION_TO_CALLBACK))}")
         if name not in installed:
             raise RetrofitError(f"report_to: {name!r} is not installed: pip install {name}, or leave report_to away")
     return names
+
+
+def check_names(report_to: str) -> None:
+    """Whether transformers knows all of ``report_to``, installed here or not.
+
+    Raises:
+        RetrofitError: it does not.
+    """
+    known = ["none", "all", *INTEGRATION_TO_CALLBACK]
+    for name in filter(None, map(str.strip, report_to.split(","))):
+        if name not in known:
+            raise RetrofitError(f"report_to: unknown {name!r}{nearest(name, known)}")

@@ -18,6 +18,7 @@ from distill.sources import Source, checked_text
 from patches.errors import RetrofitError
 
 COLUMNS = {"text": ["text"], "chat": ["messages", "conversations"]}
+BESIDE = ("system", "tools")  # what some ShareGPT data keep beside a conversation; it is not read, and that is said
 BATCH = {"text": 1000, "chat": 64}  # records handed to the tokenizer at once
 LAYOUT = 1  # to be raised when the rows written for the same input change
 
@@ -125,6 +126,10 @@ def find_column(source: Source, data_format: str) -> str:
         if not there:
             raise RetrofitError(f"{source.name} is empty: there is nothing in it to distil on")
         raise RetrofitError(f"{source.name} has no column {' or '.join(wanted)}, only {there}: rename the one to learn")
+    unread = [name for name in BESIDE if kinds[0] == "chat" and name in source.columns]
+    if unread:
+        names = " and ".join(map(repr, unread))
+        print(f"note: {source.name}: {names} beside the conversations is not read", file=sys.stderr)
     return found[kinds[0]][0]
 
 

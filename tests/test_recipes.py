@@ -92,7 +92,14 @@ def test_the_ablations_differ_in_what_they_are_about() -> None:
 
 
 def test_check_looks_at_the_memory_too(tmp_path: Path) -> None:
-    wrong = {"memory: kmv": "did you mean 'kvm'", "memory: kvm\noptions: {row: 3}": "has no option 'row'"}
+    wrong = {
+        "memory: kmv": "did you mean 'kvm'",
+        "memory: kvm\noptions: {row: 3}": "has no option 'row'",
+        "memory: tova": "has nothing to fit",
+        "report_to: wandbb": "did you mean 'wandb'",
+        "deepspeed: zero4": "there is no file zero4",
+        "lora: {rr: 2}": "is not a field of peft.LoraConfig",
+    }
     for text, said in wrong.items():
         path = tmp_path / "run.yaml"
         path.write_text(text)

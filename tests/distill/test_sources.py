@@ -9,6 +9,7 @@ import datasets
 import pytest
 
 from distill.sources import open_source
+from distill.tokens import find_column
 from patches.errors import RetrofitError
 
 DOCUMENTS = ["w5 w6 w7", "w8", "w9 w10"]
@@ -180,3 +181,12 @@ def test_a_file_that_changed_has_another_identity(tmp_path: Path) -> None:
     assert open_source(str(path)).identity == before
     path.write_text(path.read_text() + " ")
     assert open_source(str(path)).identity != before
+
+
+def test_what_stands_beside_a_conversation_is_said_not_to_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert find_column(open_source(str(tmp_path / "a.jsonl")), "auto") == "conversations"
+    assert "'system' beside the conversations is not read" in capsys.readouterr().err

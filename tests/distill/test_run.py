@@ -179,7 +179,8 @@ def write_checkpoint(folder: Path) -> None:
     save_file({"x": torch.zeros(50)}, folder / WEIGHTS)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"x": torch.zeros(50)}, folder / name)
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": list(range(50))}))
+    state = {"global_step": int(folder.name.split("-")[-1]), "log_history": [{"step": i} for i in range(50)]}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
 
 
 def test_resuming_from_the_checkpoint_before_a_damaged_one(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,8 +96,8 @@ def _refuse_larger(path: str, config: Any) -> None:
         asked = AutoModelForCausalLM.from_config(config, trust_remote_code=False).num_parameters()
     if asked > WEIGHTS_PER_BYTE * there:
         raise RetrofitError(
-            f"{path}: config.json asks for {asked:,} weights, and those beside it have {there:,} bytes: fetch the "
-            "checkpoint again"
+            f"{path}: config.json asks for {asked:,} weights and its files have {there:,} bytes: damaged or cut short, "
+            "fetch the checkpoint again"
         )
 
 

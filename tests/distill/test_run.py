@@ -197,7 +197,8 @@ def write_checkpoint(folder: Path) -> None:
     save_file({"x": torch.randn(500)}, folder / WEIGHTS)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"x": torch.randn(500)}, folder / name)
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": list(range(50))}))
+    state = {"global_step": int(folder.name.split("-")[-1]), "log_history": [{"step": i} for i in range(50)]}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
     write_checksums(folder)
 
 

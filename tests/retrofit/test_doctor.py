@@ -69,16 +69,16 @@ def test_the_kernels_are_those_that_ran(monkeypatch: pytest.MonkeyPatch) -> None
     # another form is seen without being told
     monkeypatch.setattr(scan, "STEPWISE", 10**6)
     assert look("memory ahn-gdn").found == "torch: gated_delta_rule_steps"
-    code = "def chunk_gated_delta_rule(f, *arguments): return f(*arguments)"
+    code = "def chunk_gated_delta_rule(f, *arguments, **how): return f(*arguments, **how)"
     names: dict[str, Any] = {"__name__": "fla.ops.gated_delta_rule.chunk"}
     exec(code, names)
     slow = scan.gated_delta_rule_steps
-    monkeypatch.setattr(scan, "gated_delta_rule_steps", lambda *a: names["chunk_gated_delta_rule"](slow, *a))
+    monkeypatch.setattr(scan, "gated_delta_rule_steps", lambda *a, **k: names["chunk_gated_delta_rule"](slow, *a, **k))
     assert look("memory ahn-gdn").found == "fla: chunk_gated_delta_rule"
 
 
 def test_a_memory_that_does_not_run_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such kernel\nand more")
 
     monkeypatch.setattr(scan, "gated_delta_rule_chunks", broken)

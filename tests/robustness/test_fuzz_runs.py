@@ -20,7 +20,7 @@ import retrofit
 from cli import _pairs
 from distill import same_run
 from distill.chat import ChatTokenizer
-from distill.checkpoint import damage
+from distill.checkpoint import damage, write_checksums
 from distill.data import load_rows
 from distill.lora import add_lora, load_lora, save_lora
 from distill.recipe import load_recipe, shipped_recipes
@@ -263,6 +263,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"a": torch.ones(2)}, folder / name)
     save_file({"a": torch.ones(2)}, folder / "adapter_model.safetensors")
+    write_checksums(folder)
     state = folder / "trainer_state.json"
     TrainerState(global_step=4, max_steps=8, log_history=[{"loss": 1.0, "step": 1}]).save_to_json(str(state))
     original = state.read_bytes()

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # the label of positions that do not count, in transformers and everywhere else
-CHUNK_ELEMENTS = 2**25  # logits of one chunk: 128 MiB each in fp32
+# logits of one chunk: 256 MiB each in fp32; with half as many the products read the head so often that it costs 15 %
+CHUNK_ELEMENTS = 2**26
 
 
 def scored_positions(labels: Tensor, start: int, label_shift: str = "next") -> Tensor:
@@ -68,7 +69,7 @@ def chunked_kl(
         bias: (V,) or None.
         temperature: both logits are divided by it, and the loss is multiplied by its square so that gradients keep
             their size (Hinton et al. 2015, section 2).
-        chunk: positions per chunk; by default as many as give 2^25 logits.
+        chunk: positions per chunk; by default as many as give 2^26 logits.
 
     Returns:
         (P,) nats, in fp32 (fp64).

@@ -10,16 +10,10 @@ from torch import Tensor
 
 from distill.loss import chunked_kl, naive_kl
 from patches.errors import RetrofitError
-from retrofit.bench.timing import interleaved, peak_extra_bytes, ratios, spread
+from retrofit.bench.timing import TIME_AND_MEMORY, interleaved, mib, peak_extra_bytes, quotient, ratios, spread
 
 FORMS = {"naive": naive_kl, "chunked": chunked_kl}
-COLUMNS = {
-    "name": ("", ""),
-    "seconds": ("seconds", ".3f"),
-    "seconds_low": ("quartile", ".3f"),
-    "seconds_high": ("quartile", ".3f"),
-    "extra_mib": ("peak extra MiB", ",.1f"),
-}
+COLUMNS = TIME_AND_MEMORY
 
 
 @dataclass(frozen=True)
@@ -52,11 +46,10 @@ def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:
     arms.clear()  # the measured processes need the memory
     held = {name: peak_extra_bytes(prepare, case, name) for name in FORMS}
     rows: list[dict[str, Any]] = [
-        {"name": name, **spread("seconds", seconds[name]), "extra_mib": _mib(held[name])} for name in FORMS
+        {"name": name, **spread("seconds", seconds[name]), "extra_mib": mib(held[name])} for name in FORMS
     ]
     ratio = spread("seconds", ratios(seconds["chunked"], seconds["naive"]))
-    quotient = held["chunked"] / held["naive"] if held["naive"] and held["chunked"] else None
-    return [*rows, {"name": "chunked / naive", **ratio, "extra_mib": quotient}]
+    return [*rows, {"name": "chunked / naive", **ratio, "extra_mib": quotient(held["chunked"], held["naive"])}]
 
 
 def prepare(case: Case, form: str) -> Callable[[], Tensor]:
@@ -80,7 +73,3 @@ def _inputs(case: Case) -> tuple[Tensor, Tensor]:
     states = torch.randn(2, case.positions, case.width, generator=generator).to(dtype)
     head = torch.randn(case.vocabulary, case.width, generator=generator, dtype=torch.float32).mul_(case.width**-0.5)
     return states, head.to(dtype)
-
-
-def _mib(bytes_: int | None) -> float | None:
-    return None if bytes_ is None else bytes_ / 2**20

@@ -22,7 +22,7 @@ from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.bench.decode import VOCABULARY, check_hidden, random_base
-from retrofit.bench.timing import interleaved, peak_extra_bytes, ratios, spread
+from retrofit.bench.timing import interleaved, mib, peak_extra_bytes, ratios, spread
 from retrofit.evaluate import hidden_states
 
 ONE, TWO, PARTS = "step", "two-model step", "parts, summed"
@@ -82,8 +82,7 @@ def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:
     for name, values in timed.items():
         other, base = compared.get(name, (None, None))
         ratio = spread("ratio", ratios(values, base))["ratio"] if base else None
-        held = peaks.get(name)
-        peak = None if held is None else held / 2**20
+        peak = mib(peaks.get(name))
         rows.append({"name": name, **spread("seconds", values), "ratio": ratio, "to": other, "peak_mib": peak})
     return rows
 

@@ -12,6 +12,14 @@ from patches.errors import RetrofitError
 
 STATUS = Path("/proc/self/status")
 PEAK_RESET = Path("/proc/self/clear_refs")  # writing 5 sets the peak back to what is held now (proc(5))
+# of verbs that set two forms side by side; the last row holds their ratios
+TIME_AND_MEMORY = {
+    "name": ("", ""),
+    "seconds": ("seconds", ".3f"),
+    "seconds_low": ("quartile", ".3f"),
+    "seconds_high": ("quartile", ".3f"),
+    "extra_mib": ("peak extra MiB", ",.2f"),
+}
 
 
 def interleaved(arms: Mapping[str, Callable[[], object]], repeats: int, warm_up: bool = True) -> dict[str, list[float]]:
@@ -78,3 +86,13 @@ def _peak_extra_bytes(prepare: Callable[..., Callable[[], object]], arguments: t
 def _status_bytes(field: str) -> int:
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
+
+
+def mib(held: int | None) -> float | None:
+    """Bytes as MiB; None stays None."""
+    return None if held is None else held / 2**20
+
+
+def quotient(held: int | None, other: int | None) -> float | None:
+    """How many times ``other`` is ``held``; None if either is unknown or nothing."""
+    return held / other if held and other else None

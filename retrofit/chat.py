@@ -29,8 +29,8 @@ def check_template(tokenizer: Any) -> None:
 def chat_prompt(tokenizer: Any, text: str, begun: str = "") -> str:
     """``text`` as a user's message, up to where the answer begins; ``begun`` is the answer's beginning.
 
-    Tokenising the prompt gives the token that begins a text once, as the template has it. Reasoning is switched off where
-    a template knows how.
+    Tokenising the prompt gives the token that begins a text once, as the template has it. Reasoning is switched off
+    where a template knows how.
 
     Raises:
         RetrofitError: the tokenizer has no chat template, or its template refuses the message.

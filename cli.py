@@ -80,7 +80,7 @@ recipes = typer.Typer(rich_markup_mode=None, help="List, show, copy and check re
 app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")
 
-Base = Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the base: a folder or a Hub id.")]
+Base = Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the base: a folder, a GGUF file or a Hub id.")]
 Memory = Annotated[str, typer.Option(help="Kind of memory, ahn-gdn for one; none keeps sinks and window only.")]
 Window = Annotated[int, typer.Option(help="W: the last tokens, kept exactly.")]
 Sinks = Annotated[int, typer.Option(help="S: the first tokens, kept exactly.")]

@@ -454,8 +454,335 @@ def evaluate(
     chosen: dict[str, Any] = {"probes": probe, "lengths": length, "depths": depth, "bindings": bindings}
     chosen |= {"benchmarks": benchmark, "task_lengths": task_length, "sizes": size}
     chosen["tasks"] = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    given = ctx.params
-    fields = bench.Case.__dataclass_fields__
+    given: dict[str, Any] = {"probes": ()} if tasks or benchmark else {}  # unless asked for besides these
+    given |= {name: tuple(values) for name, values in chosen.items() if values}
+    settings = Settings(
+        model,
+        tuple(adapter or ()),
+        window=window,
+        sinks=sinks,
+        dtype=dtype,
+        data=data,
+        seq_len=seq_len,
+        eval_rows=eval_rows,
+        samples=samples,
+        haystack=haystack,
+        chat=chat,
+        benchmark_data=benchmark_data,
+        include_path=include_path,
+        limit=limit,
+        seed=seed,
+        **given,
+    )
+    summary = run_evaluation(settings, output, overwrite)
+    for title, rows, columns in tables(summary):
+        print_table(title, rows, columns)
+    for said in (said for one in summary["benchmarks"].values() for said in one["departures"]):
+        typer.echo(f"note: {said}")
+    typer.echo(f"{output}: eval.json, results.jsonl")
+
+
+@app.command(
+    epilog=example(
+        "retrofit report runs/first",
+        "retrofit report runs/first --eval runs/eval --bench bench.json -o first.html",
+    )
+)
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of `retrofit distill` or `retrofit eval`.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page (default: RUN/report.html).")
+    ] = None,
+    evaluation: Annotated[
+        Path | None, typer.Option("--eval", metavar="DIR", help="Folder of `retrofit eval` (default: RUN/eval).")
+    ] = None,
+    bench: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Rows of a benchmark's --json (default: RUN/bench.json).")
+    ] = None,
+) -> None:
+    """One HTML page about a run: curves, KL by position, recall, costs, tables, recipe.
+
+    Its figures are written to RUN/figures too, as PNG and SVG.
+    """
+    from retrofit.report.write import FIGURES
+    from retrofit.report.write import report as write
+
+    page, pictures, missing = write(run, output, evaluation, bench)
+    for sentence in missing:
+        typer.echo(sentence, err=True)
+    typer.echo(f"{page}: {len(pictures)} figures, each as PNG and SVG in {run / FIGURES}")
+
+
+@bench.command("window", epilog=example("retrofit bench window --length 16384 --window 1024"))
+def bench_window(
+    ctx: typer.Context,
+    length: Length = 16384,
+    window: Window = 1024,
+    sinks: Sinks = 4,
+    heads: Heads = 4,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 2,
+    head_dim: HeadDim = 64,
+    backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Blocked window attention beside the dense mask: time, and peak memory measured in a process of its own."""
+    _measure("window", ctx, repeats)
+
+
+@bench.command("scan", epilog=example("retrofit bench scan --length 4096"))
+def bench_scan(
+    ctx: typer.Context,
+    length: Length = 2048,
+    heads: Heads = 4,
+    head_dim: HeadDim = 64,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
+    repeats: Repeats = 5,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """The chunked gated delta rule beside its token loop, forward and forward + backward."""
+    _measure("scan", ctx, repeats)
+
+
+@bench.command("decode", epilog=example("retrofit bench decode --memory ahn-gdn --long 16384"))
+def bench_decode(
+    ctx: typer.Context,
+    memories: Kinds = None,
+    window: Window = 512,
+    sinks: Sinks = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
+    hidden: Annotated[int, typer.Option(min=1, help="Its width; heads are 64 wide.")] = 256,
+    short: Annotated[int, typer.Option(help="The shorter context.")] = 1024,
+    long: Annotated[int, typer.Option(help="The longer context.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each context.")] = 64,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Time per token and cache bytes at two contexts, full attention beside patched models."""
+    _measure("decode", ctx, tokens)
+
+
+@bench.command("prefill", epilog=example("retrofit bench prefill --memory joint --length 4096 --longest 32768"))
+def bench_prefill(
+    ctx: typer.Context,
+    memories: Kinds = None,
+    window: Window = 512,
+    sinks: Sinks = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
+    hidden: Annotated[int, typer.Option(min=1, help="Its width; heads are 64 wide.")] = 256,
+    length: Length = 8192,
+    longest: Annotated[int | None, typer.Option(help="Double the length up to this one.")] = None,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Time to read a prompt, each memory beside none and full attention."""
+    _measure("prefill", ctx, repeats)
+
+
+@bench.command(
+    "run",
+    epilog=example(
+        "retrofit bench run --memory all --length 4096 --length 16384",
+        "retrofit bench run --model runs/first/model --length 32768 --device cuda --dtype bfloat16",
+    ),
+)
+def bench_run(
+    ctx: typer.Context,
+    memories: Kinds = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", min=1, help="Tokens of a prompt; again for more.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A base or an exported model (default: a random Qwen2).")] = None,
+    window: Annotated[int | None, typer.Option(help="W (default: MODEL's own, or 512).")] = None,
+    sinks: Annotated[int | None, typer.Option(help="S (default: MODEL's own, or 4).")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
+    hidden: Annotated[int, typer.Option(min=1, help="Its width; heads are 64 wide.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each length.")] = 32,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens per call in which a prompt is read.")] = 2048,
+    peak_tflops: Annotated[
+        float | None, typer.Option(min=1e-6, help="Of the device in that dtype (default: known, or measured).")
+    ] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=1e-6, help="Of its memory, GB/s.")] = None,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Prefill, decoding, memory and cache of full attention, the window alone and memories, beside the roofline."""
+    _measure("run", ctx, repeats)
+
+
+@bench.command("capacity", epilog=example("retrofit bench capacity --seeds 200"))
+def bench_capacity(
+    ctx: typer.Context,
+    decay: Annotated[float, typer.Option(help="lambda of the decayed row.")] = 0.995,
+    seeds: Annotated[int, typer.Option(help="Random memories of each kind.")] = 60,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """How many pairs a D x D outer-product memory takes until its first is lost, beside the Tensor Cache paper."""
+    _measure("capacity", ctx, seeds)
+
+
+@bench.command("loss", epilog=example("retrofit bench loss --dtype bfloat16"))
+def bench_loss(
+    ctx: typer.Context,
+    positions: Annotated[int, typer.Option(min=1, help="Scored positions.")] = 2048,
+    width: Annotated[int, typer.Option(min=1, help="Width of the hidden states.")] = 2048,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Tokens the head tells apart.")] = 151_936,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """The chunked KL through a frozen head beside its naive form: time, and peak memory in a process of its own."""
+    _measure("loss", ctx, repeats, "distill.bench")
+
+
+@bench.command("step", epilog=example("retrofit bench step --length 4096"))
+def bench_step(
+    ctx: typer.Context,
+    memory: Memory = "ahn-gdn",
+    window: Window = 256,
+    sinks: Sinks = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
+    hidden: Annotated[int, typer.Option(min=1, help="Its width; heads are 64 wide.")] = 512,
+    length: Length = 2048,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
+    repeats: Repeats = 5,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """A distillation step beside the sum of its parts and beside a second teacher model; the student at twice T."""
+    _measure("step", ctx, repeats, "distill.bench")
+
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's file, or the name of a shipped one.")]
+
+
+@recipes.command("ls", epilog=example("retrofit recipes ls"))
+def recipes_ls() -> None:
+    """List the recipes that come with the package, each with its first line."""
+    from distill.recipe import shipped_recipes
+
+    shipped = shipped_recipes()
+    width = max(map(len, shipped), default=0)
+    for name, path in shipped.items():
+        typer.echo(f"{name:{width}}  {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+
+
+@recipes.command("show", epilog=example("retrofit recipes show small-text-ahn-gdn"))
+def recipes_show(recipe: Recipe) -> None:
+    """Print a recipe's file, comments and all."""
+    typer.echo(_recipe_file(recipe).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes.command("cp", epilog=example("retrofit recipes cp small-text-ahn-gdn my-recipe.yaml"))
+def recipes_cp(
+    recipe: Recipe,
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Copy a recipe to a file of your own, to be edited."""
+    path = _recipe_file(recipe)
+    if target.exists() and not overwrite:
+        raise typer.BadParameter(f"{target} exists: choose another name or pass --overwrite")
+    shutil.copyfile(path, target)
+
+
+@recipes.command("check", epilog=example("retrofit recipes check my-recipe.yaml"))
+def recipes_check(
+    names: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="Files or shipped names.")] = None,
+) -> None:
+    """Validate recipes; without an argument, all that come with the package."""
+    from distill.check import check_recipe
+    from distill.recipe import load_recipe, shipped_recipes
+    from patches.errors import RetrofitError
+
+    for name in names or shipped_recipes():
+        recipe = load_recipe(name)
+        try:
+            check_recipe(recipe)
+        except RetrofitError as error:
+            raise RetrofitError(f"{name}: {error}") from None
+        typer.echo(f"{name}: valid")
+
+
+def _recipe_file(path_or_name: str) -> Path:
+    """Where a recipe lies; the file must hold a valid one."""
+    from distill.recipe import load_recipe, shipped_recipes
+
+    load_recipe(path_or_name)
+    path = Path(path_or_name)
+    return path if path.is_file() else shipped_recipes()[path_or_name]
+
+
+def _pairs(flag: str, items: list[str] | None) -> dict[str, Any]:
+    """``["a=1", "b=[0, 2]"]`` as a mapping; values are read as YAML; 1e-2, which YAML takes for text, is a number."""
+    from distill.plain_yaml import parse_yaml
+    from patches.errors import RetrofitError
+
+    pairs: dict[str, Any] = {}
+    for item in items or []:
+        key, equals, text = item.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"{flag} {item}: write it as {flag} KEY=VALUE")
+        try:
+            pairs[key] = parse_yaml(text, key)
+        except RetrofitError:
+            raise typer.BadParameter(f"{flag} {item}: {text!r} cannot be read as a value") from None
+        if isinstance(pairs[key], str):
+            with contextlib.suppress(ValueError):
+                pairs[key] = float(text)
+    return pairs
+
+
+def _export(build: Callable[[], Any], inputs: list[str], output: Path, overwrite: bool) -> None:
+    """Write the model that ``build`` makes of ``inputs`` (the base first) to ``output``; say what was written.
+
+    The base's tokenizer goes with it, if there is one.
+    """
+    from patches.errors import RetrofitError
+    from retrofit.export import export_model
+    from retrofit.files import check_output
+    from retrofit.loading import load_tokenizer
+
+    check_output(output, overwrite, inputs)
+    model = build()
+    try:
+        tokenizer = load_tokenizer(inputs[0])
+    except RetrofitError as error:
+        tokenizer = None
+        typer.echo(f"note: exported without a tokenizer: {error}", err=True)
+    export_model(model, output, tokenizer, overwrite=overwrite)
+    added = sum(parameter.numel() for _, parameter in model.memory_parameters())
+    memory = model.config.memory
+    kept = f"window {memory['window']}, sinks {memory['sinks']}"
+    added_to = f"{added:,} parameters added to {model.num_parameters() - added:,}"
+    typer.echo(f"{output}: {type(model).__name__}, memory {memory['kind']}, {kept}, {added_to}")
+
+
+def _measure(name: str, ctx: typer.Context, repeats: int, package: str = "retrofit.bench") -> None:
+    """Run ``PACKAGE.NAME`` on its ``Case``, made of the command line's values, and show the rows."""
+    import torch
+
+    from retrofit.table import print_table, write_rows
+
+    bench = importlib.import_module(f"{package}.{name}")
+    fields, given = bench.Case.__dataclass_fields__, ctx.params
     chosen = {key: value for key, value in given.items() if key in fields and value is not None}
     case = bench.Case(**{key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()})
     if given["threads"] is not None:

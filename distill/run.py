@@ -31,13 +31,14 @@ from distill.results import COLUMNS, card_details, compare, title
 from distill.start import build_model
 from distill.stopping import StopOnSignal
 from distill.trainer import DRAFT, DistillTrainer
-from distill.zero import agreeing, find_config, gathered, is_partitioned, whole
+from distill.zero import agreeing, find_config, is_partitioned, whole
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config
 from retrofit.export import export_model
 from retrofit.files import check_output, write_folder, write_json, write_text
 from retrofit.fingerprint import difference
+from retrofit.head import gathered
 from retrofit.loading import load_config, load_tokenizer
 from retrofit.table import finite, print_table
 

@@ -14,7 +14,8 @@ from distill.arguments import DistillArguments
 from distill.data import PackedRows
 from distill.processes import join, settings
 from distill.trainer import DistillTrainer
-from distill.zero import find_config, gathered, is_partitioned
+from distill.zero import find_config, is_partitioned
+from retrofit.head import gathered
 from tests.conftest import tiny_base
 
 STEPS, STOP, GLOBAL_BATCH = 4, 2, 4

@@ -783,7 +783,7 @@ def _measure(name: str, ctx: typer.Context, repeats: int, package: str = "retrof
 
     bench = importlib.import_module(f"{package}.{name}")
     fields, given = bench.Case.__dataclass_fields__, ctx.params
-    chosen = {key: value for key, value in given.items() if key in fields and value not in (None, [])}
+    chosen = {key: value for key, value in given.items() if key in fields and value not in (None, [], ())}
     case = bench.Case(**{key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()})
     if given["threads"] is not None:
         torch.set_num_threads(given["threads"])

@@ -63,7 +63,7 @@ def chunked_kl(
 
     The gradient of a softmax under KL is closed-form, q - p, so the one backward GEMM runs in the same pass and only
     dX (P, E) is kept. The head is frozen: there is no dW. Three GEMMs per chunk; logits, softmax and the gradient
-    at the logits are fp32 whatever the states are in (fp64 for fp64), at most four matrices of one chunk at a time.
+    at the logits are fp32 whatever the states are in (fp64 for fp64), at most three matrices of one chunk at a time.
 
     Args:
         student: (P, E) hidden states after the final norm; the gradient goes here.
@@ -81,7 +81,7 @@ def chunked_kl(
     def score(log_q: Tensor, rows: slice, wanted: bool) -> Tensor:
         log_p = log_probs(teacher[rows], weight, bias, temperature)
         p = log_p.exp()
-        losses = kl(log_p, p, log_q)
+        losses = kl(log_p, p, log_q, out=log_p)
         if wanted:
             # d/dlogits of temperature^2 KL is temperature (q - p)
             log_q.exp_().sub_(p)

@@ -72,9 +72,9 @@ def through_head(gradient: Tensor, weight: Tensor) -> Tensor:
         return total
 
 
-def kl(log_p: Tensor, p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) over the last dimension, nats."""
-    return (log_p - log_q).mul_(p).sum(-1)
+def kl(log_p: Tensor, p: Tensor, log_q: Tensor, out: Tensor | None = None) -> Tensor:
+    """KL(p || q) over the last dimension, nats; ``out`` is overwritten, and may be ``log_p``."""
+    return torch.sub(log_p, log_q, out=out).mul_(p).sum(-1)
 
 
 @contextmanager

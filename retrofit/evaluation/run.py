@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from patches.errors import RetrofitError
 from retrofit.chat import check_template
+from retrofit.costs.held import state_bytes
 from retrofit.evaluate import gap_closed
 from retrofit.evaluation.benchmarks import departures, load_benchmark
 from retrofit.evaluation.contenders import WINDOW_ONLY, Contender, load_contenders, lossless, ready
@@ -29,7 +30,6 @@ from retrofit.evaluation.settings import Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.evaluation.text import by_distance, score_text
 from retrofit.files import check_file, check_output, write_json
-from retrofit.measure import state_bytes
 from retrofit.table import finite
 
 SUMMARY = "eval.json"

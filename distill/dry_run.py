@@ -32,7 +32,7 @@ from patches.kinds import find_kind
 from retrofit.bases import base_config
 from retrofit.estimate import DTYPES, layer_memories
 from retrofit.files import write_json
-from retrofit.flops import Shape, attention_flops, distinct, memory_flops
+from retrofit.flops import Shape, attention_flops, distinct
 from retrofit.patching import skeleton
 from retrofit.table import print_table
 
@@ -215,7 +215,7 @@ def _sequence(config: Any, recipe: Recipe, window: tuple[int, int]) -> tuple[flo
     shape, T = Shape.of(config), recipe.seq_len
     layers = distinct(layer_memories(config, _settings(recipe, *window)))
     attention = sum(count * attention_flops(shape, memory, T) for memory, count in layers)
-    scan = sum(count * memory_flops(shape, memory, T) for memory, count in layers)
+    scan = sum(count * memory.flops(T) for memory, count in layers if memory is not None)
     body, scored = 2 * shape.body * T, max(0, T - sum(window))
     with_teacher = recipe.loss != "ce"
     teacher = body + shape.layers * attention_flops(shape, None, T) if with_teacher else 0

@@ -12,7 +12,7 @@ import torch
 from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
 from patches.kinds import build_memory, find_kind
-from patches.memory import Memory, WindowOnly
+from patches.memory import Memory
 
 from .baselines import row_bytes
 from .bases import base_config
@@ -156,7 +156,8 @@ def costs(
     for memory in memories:
         parts = cache_parts(config, memory, length, dtype)
         cache, gates, state = cache + sum(parts), gates + parts[1], state + parts[2]
-        rewritten += parts[2] if isinstance(memory, WindowOnly) else 0  # a matrix is written back, rows are read only
+        if memory is not None and memory.writes_back:
+            rewritten += parts[2]
     weights = (shape.body + shape.head) * dtype.itemsize + extra * torch.promote_types(dtype, torch.float32).itemsize
     return {
         "prefill_flops": batch * forward_flops(shape, memories, length, head=1),

@@ -6,12 +6,6 @@ A product of matrices counts 2 per multiplication. Norms, biases, rotations and 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from patches.compressive import Compressive
-from patches.eviction import Eviction
-from patches.kvm import KVM
 from patches.memory import Memory
 
 LAST = 1  # positions that go through the head when a prompt is read
@@ -64,69 +58,14 @@ class Shape:
         return self.hidden * self.vocabulary
 
 
-def seen_keys(memory: Memory | None, tokens: int) -> Tensor:
-    """Keys that each query attends to by a softmax, sinks and rows of the memory included: ``(tokens,)`` int64.
+def attention_flops(shape: Shape, memory: Memory | None, tokens: int) -> int:
+    """Of one layer's softmax attention over ``tokens``: scores and values, exactly the pairs that are seen.
 
     Args:
         memory: a layer's, or None for full attention.
     """
-    t = torch.arange(tokens)
-    if memory is None:
-        return t + 1
-    S, W, capacity = memory.sinks, memory.window, memory.capacity
-    if isinstance(memory, Eviction):
-        past = {"token": 0 * t, "full": t - capacity, "chunk": (t - capacity) % memory.options.chunk}
-        beyond = capacity + 1 + past[memory.options.prefill]
-    elif isinstance(memory, KVM):
-        index = t - S  # blocks are counted from behind the sinks
-        begin = (index // memory.chunk + 1) * memory.chunk - W
-        blocks = [memory.schedule.rows(n) for n in range(max(1, (tokens - S - 1) // memory.chunk + 2))]
-        left = (begin // memory.chunk).clamp(0, len(blocks) - 1)
-        beyond = S + index - begin.clamp_min(0) + 1 + torch.tensor(blocks)[left]
-    elif isinstance(memory, Compressive):
-        index = t - S
-        groups = ((index - W + 1) // memory.options.ratio).clamp_min(0)
-        beyond = S + index - memory.options.ratio * groups + 1 + groups.clamp_max(memory.rows)
-    else:
-        beyond = torch.full_like(t, S + W)
-    return torch.where(t < capacity, t + 1, beyond)
-
-
-def attention_flops(shape: Shape, memory: Memory | None, tokens: int) -> int:
-    """Of one layer's softmax attention over ``tokens``: scores and values, exactly the pairs that are seen."""
-    return 4 * int(seen_keys(memory, tokens).sum()) * shape.heads * shape.head_dim
-
-
-def memory_flops(shape: Shape, memory: Memory | None, tokens: int) -> int:
-    """Of writing and reading one layer's memory, its own matrices included; rows seen by the softmax are not.
-
-    A matrix state costs 2 per element for the write and for each read; a delta rule reads once more, with the key.
-    """
-    if memory is None:
-        return 0
-    weights = sum(parameter.numel() for parameter in memory.parameters() if parameter.dim() > 1)
-    evicted = max(0, tokens - memory.capacity)
-    total = 2 * weights * tokens
-    if isinstance(memory, KVM):  # every evicted token is compared with all rows: to be appended, then to be merged
-        rows = memory.schedule.rows(max(0, evicted // memory.chunk))
-        total += 2 * 2 * rows * shape.kv_heads * shape.head_dim * evicted
-    elif not isinstance(memory, Eviction | Compressive):
-        reads, corrections = _products(shape, memory)
-        total += int(2 * memory.state_elements() * (1 + reads + corrections) * evicted)
-    return total
-
-
-def _products(shape: Shape, memory: Memory) -> tuple[float, float]:
-    """How often a state is read for each written token, and which share of it is read by the key too."""
-    group = shape.heads / shape.kv_heads
-    rule = getattr(memory.options, "rule", None)
-    if memory.kind in ("ahn-gdn", "ahn-dn"):
-        return 1, 1
-    if memory.kind == "joint":
-        return 1, 0.5 if memory.options.branches == "both" else 0
-    if memory.kind in ("tensor-cache", "infini"):  # a state per key/value head, read by every query head
-        return group * (2 if rule == "wedge" else 1), 1 if rule == "delta" else 0
-    return 1, 0
+    pairs = tokens * (tokens + 1) // 2 if memory is None else int(memory.seen_keys(tokens).sum())
+    return 4 * pairs * shape.heads * shape.head_dim
 
 
 def forward_flops(shape: Shape, memories: list[Memory | None], tokens: int, head: int = LAST) -> int:
@@ -141,7 +80,7 @@ def forward_flops(shape: Shape, memories: list[Memory | None], tokens: int, head
 
 
 def _layer(shape: Shape, memory: Memory | None, tokens: int) -> int:
-    return attention_flops(shape, memory, tokens) + memory_flops(shape, memory, tokens)
+    return attention_flops(shape, memory, tokens) + (0 if memory is None else memory.flops(tokens))
 
 
 def distinct(memories: list[Memory | None]) -> list[tuple[Memory | None, int]]:

@@ -1,7 +1,7 @@
 """`retrofit distill R --dry-run`: what a run will be and what it will take, from its base's configuration alone.
 
 Operations per sequence of T tokens, P being the body's weights, V E the head's, T' the scored positions; A and G are
-attention over the pairs that are seen and the memory's scan (retrofit/flops.py):
+attention over the pairs that are seen and the memory's scan (retrofit/costs/flops.py):
 
     teacher    2 P T + A(full)
     student    2 P T + A(window) + G
@@ -30,9 +30,9 @@ from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.bases import base_config
-from retrofit.estimate import DTYPES, layer_memories
+from retrofit.costs.estimate import DTYPES, layer_memories
+from retrofit.costs.flops import Shape, attention_flops, distinct
 from retrofit.files import write_json
-from retrofit.flops import Shape, attention_flops, distinct
 from retrofit.patching import skeleton
 from retrofit.table import print_table
 

@@ -23,21 +23,23 @@ from distill.data import Split, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
 from distill.outcome import EXIT_STATUS
-from distill.processes import Processes, join, settings
+from distill.processes import Processes, join, trainer_settings
 from distill.progress import ProgressCallback, RunLog, progress_bar, seconds
 from distill.recipe import Recipe, read_recipe
 from distill.reporting import reporters
 from distill.results import COLUMNS, card_details, compare, title
+from distill.settings import settings
 from distill.start import build_model
 from distill.stopping import StopOnSignal
 from distill.trainer import DRAFT, DistillTrainer
-from distill.zero import agreeing, find_config, gathered, is_partitioned, whole
+from distill.zero import agreeing, find_config, is_partitioned, whole
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config
 from retrofit.export import export_model
 from retrofit.files import check_output, write_folder, write_json, write_text
 from retrofit.fingerprint import difference
+from retrofit.head import gathered
 from retrofit.loading import load_config, load_tokenizer
 from retrofit.table import finite, print_table
 
@@ -216,31 +218,15 @@ def _fit(
     checkpointing: dict[str, Any] = {CHECKPOINTING: recipe.gradient_checkpointing}
     args = DistillArguments(
         output_dir=str(output),
-        max_steps=recipe.steps,
-        per_device_train_batch_size=recipe.batch_size,
         per_device_eval_batch_size=recipe.batch_size,
-        gradient_accumulation_steps=recipe.gradient_accumulation_steps,
-        learning_rate=recipe.lr,
-        warmup_steps=recipe.warmup,
-        weight_decay=recipe.weight_decay,
-        adam_beta2=recipe.adam_beta2,
-        max_grad_norm=recipe.max_grad_norm,
-        loss=recipe.loss,
-        mse_weight=recipe.mse_weight,
-        temperature=recipe.temperature,
-        label_shift=recipe.label_shift,
-        window_sampling=recipe.window_sampling,
-        seed=recipe.seed,
         logging_steps=1,  # a loss is averaged since the last log: one per step stays the same across a resumption
         eval_strategy="steps",
-        eval_steps=recipe.eval_steps,
-        save_steps=recipe.save_steps,
-        save_total_limit=recipe.save_total_limit,
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
         report_to=reporters(recipe.report_to),
+        **{key.argument: getattr(recipe, key.name) for key in settings(Recipe).values() if key.argument},
         **checkpointing,
-        **settings(find_config(recipe.deepspeed)),
+        **trainer_settings(find_config(recipe.deepspeed)),
     )
     trainer = DistillTrainer(model, args, split.train, split.held_out.head(recipe.eval_rows), split.collator)
     trainer.remove_callback(PrinterCallback)

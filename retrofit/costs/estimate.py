@@ -1,7 +1,7 @@
 """`retrofit estimate`: what a memory costs and saves on a base, from the base's configuration alone.
 
 Parameters are counted on the patched model itself, built without weights; bytes by the memories' own accounting, which
-a test holds to what a cache really holds; operations by retrofit/flops.py.
+a test holds to what a cache really holds; operations by retrofit/costs/flops.py.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,10 @@ from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
 from patches.kinds import build_memory, find_kind
 from patches.memory import Memory
-
-from .baselines import row_bytes
-from .bases import base_config
-from .flops import Shape, forward_flops
-from .patching import skeleton
+from retrofit.bases import base_config
+from retrofit.costs.flops import Shape, forward_flops
+from retrofit.costs.held import row_bytes
+from retrofit.patching import skeleton
 
 COLUMNS = {
     "name": ("", ""),

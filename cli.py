@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import importlib.util
-import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 UsageError: Any = typer.BadParameter.__base__  # typer gives it no public name
 
@@ -73,10 +72,34 @@ class OneLineErrors(TyperGroup):
             raise typer.Exit(130) from None
 
 
+# what a verb reads, by the names of its parameters; its files to write are never one of them
+INPUTS = ("source", "base", "model", "adapter", "ahn", "recipe", "init_adapter", "deepspeed", "data", "haystack")
+WRITTEN = ("json_file", "target")
+
+
+class Verb(TyperCommand):
+    """Checks the file that a verb will write before the verb does anything."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for path in (ctx.params[name] for name in WRITTEN if ctx.params.get(name) is not None):
+            from retrofit.files import check_file
+
+            given = (ctx.params.get(name) for name in INPUTS)
+            check_file(path, [one for value in given for one in (value if isinstance(value, list) else [value])])
+        return super().invoke(ctx)
+
+
+class Verbs(typer.Typer):
+    """A group whose commands are of the class :class:`Verb`."""
+
+    def command(self, name: str | None = None, **kwargs: Any) -> Any:
+        return super().command(name, cls=Verb, **kwargs)
+
+
 # rich's help pages take twice as long to appear
-app = typer.Typer(cls=OneLineErrors, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-bench = typer.Typer(rich_markup_mode=None, help="Measure what a bounded memory costs and saves, as ratios in one run.")
-recipes = typer.Typer(rich_markup_mode=None, help="List, show, copy and check recipes.")
+app = Verbs(cls=OneLineErrors, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
+bench = Verbs(rich_markup_mode=None, help="Measure what a bounded memory costs and saves, as ratios in one run.")
+recipes = Verbs(rich_markup_mode=None, help="List, show, copy and check recipes.")
 app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")
 
@@ -183,6 +206,7 @@ def distill(
     """
     from distill.launch import Machines, launch
     from distill.recipe import Recipe, read_recipe, shipped_recipes
+    from retrofit.files import check_file, check_output
 
     is_recipe = source in shipped_recipes() or Path(source).suffix in (".yaml", ".yml")
     values = read_recipe(source) if is_recipe else {"base": source}
@@ -192,6 +216,12 @@ def distill(
         flags["options"] = _pairs("--option", option)
     where = source if is_recipe else "flags"
     recipe = Recipe.from_dict({**values, **flags, **_pairs("--set", set_)}, where)
+    read = [name for name in (source, recipe.base, recipe.init_adapter, recipe.deepspeed) if name is not None]
+    data_read = [] if recipe.data is None else [recipe.data]
+    if json_file is not None:
+        check_file(json_file, [*read, *data_read])
+    if recipe.output is not None and not (resume or dry_run):
+        check_output(recipe.output, overwrite=True, inputs=read, data=data_read)
     if dry_run:
         from distill.dry_run import dry_run as look
 
@@ -697,10 +727,12 @@ def recipes_cp(
     overwrite: Overwrite = False,
 ) -> None:
     """Copy a recipe to a file of your own, to be edited."""
+    from retrofit.files import write_bytes
+
     path = _recipe_file(recipe)
     if target.exists() and not overwrite:
         raise typer.BadParameter(f"{target} exists: choose another name or pass --overwrite")
-    shutil.copyfile(path, target)
+    write_bytes(target, path.read_bytes())
 
 
 @recipes.command("check", epilog=example("retrofit recipes check my-recipe.yaml"))

@@ -27,9 +27,9 @@ from retrofit.evaluation.recall import recall_means, score_recall
 from retrofit.evaluation.runner import means, run_tasks
 from retrofit.evaluation.samples import Sample, Task
 from retrofit.evaluation.settings import Settings
-from retrofit.evaluation.store import ResultStore
+from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.evaluation.text import by_distance, score_text
-from retrofit.files import write_json
+from retrofit.files import check_file, check_output, write_json
 from retrofit.table import finite
 
 SUMMARY = "eval.json"
@@ -42,6 +42,10 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
     Raises:
         RetrofitError: as the loaders and the parts; results of other settings in ``output``.
     """
+    inputs = [settings.model, *settings.adapters, settings.data, settings.haystack, settings.benchmark_data]
+    check_output(output, overwrite=True, data=[] if settings.data is None else [settings.data])
+    for name in (SUMMARY, RESULTS):
+        check_file(output / name, inputs)
     rows, tokenizer = load_contenders(
         settings.model, settings.adapters, window=settings.window, sinks=settings.sinks, dtype=settings.dtype
     )

@@ -786,8 +786,8 @@ def _recipe_file(path_or_name: str) -> Path:
 
 def _pairs(flag: str, items: list[str] | None) -> dict[str, Any]:
     """``["a=1", "b=[0, 2]"]`` as a mapping; values are read as YAML; 1e-2, which YAML takes for text, is a number."""
-    from distill.plain_yaml import parse_yaml
     from patches.errors import RetrofitError
+    from retrofit.plain_yaml import parse_yaml
 
     pairs: dict[str, Any] = {}
     for item in items or []:

@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distill.plain_yaml import parse_yaml
-from distill.settings import setting, settings
 from patches.errors import RetrofitError, nearest
+from retrofit.plain_yaml import parse_yaml
+from retrofit.settings import setting, settings
 from retrofit.siblings import HERE
 
 

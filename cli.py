@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import importlib.util
-import shutil
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 UsageError: Any = typer.BadParameter.__base__  # typer gives it no public name
 
@@ -31,9 +31,7 @@ class OneLineErrors(TyperGroup):
         try:
             self._main(*args, **kwargs)
         except Exception:
-            from distill.outcome import tell_launcher
-
-            if not tell_launcher(traceback.format_exc()):
+            if not _told_launcher(traceback.format_exc()):
                 raise
             sys.exit(1)
 
@@ -49,19 +47,19 @@ class OneLineErrors(TyperGroup):
             message = f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}, nothing was kept"
         except ImportError as error:
             absent = [name for name in ("accelerate", "datasets") if importlib.util.find_spec(name) is None]
-            if not absent:
+            message = _shadowed()
+            if absent and not message:
+                message = f"this needs {' and '.join(absent)}: pip install 'retrofit-lm[train]'"
+            if not message:
                 raise error
-            message = f"this needs {' and '.join(absent)}: pip install 'retrofit-lm[train]'"
         except ValueError as error:
             from patches.errors import RetrofitError
 
             if not isinstance(error, RetrofitError):
                 raise
             message = str(error)
-        from distill.outcome import tell_launcher
-
         message = " ".join(message.split())
-        if not tell_launcher(message):
+        if not _told_launcher(message):
             typer.echo(f"error: {message}", err=True)
         sys.exit(2)
 
@@ -73,10 +71,55 @@ class OneLineErrors(TyperGroup):
             raise typer.Exit(130) from None
 
 
+def _told_launcher(message: str) -> bool:
+    """Whether this is one process of several, whose launcher now has ``message`` to print once."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return False
+    from distill.outcome import tell_launcher
+
+    return tell_launcher(message)
+
+
+def _shadowed() -> str:
+    """What stands in the way of one of our packages, if anything does."""
+    try:
+        from retrofit.siblings import check_sibling
+
+        for name in ("patches", "distill"):
+            check_sibling(name)
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+# what a verb reads, by the names of its parameters; its files to write are never one of them
+INPUTS = ("source", "base", "model", "adapter", "ahn", "recipe", "init_adapter", "deepspeed", "data", "haystack")
+WRITTEN = ("json_file", "target")
+
+
+class Verb(TyperCommand):
+    """Checks the file that a verb will write before the verb does anything."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for path in (ctx.params[name] for name in WRITTEN if ctx.params.get(name) is not None):
+            from retrofit.files import check_file
+
+            given = (ctx.params.get(name) for name in INPUTS)
+            check_file(path, [one for value in given for one in (value if isinstance(value, list) else [value])])
+        return super().invoke(ctx)
+
+
+class Verbs(typer.Typer):
+    """A group whose commands are of the class :class:`Verb`."""
+
+    def command(self, name: str | None = None, **kwargs: Any) -> Any:
+        return super().command(name, cls=Verb, **kwargs)
+
+
 # rich's help pages take twice as long to appear
-app = typer.Typer(cls=OneLineErrors, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-bench = typer.Typer(rich_markup_mode=None, help="Measure what a bounded memory costs and saves, as ratios in one run.")
-recipes = typer.Typer(rich_markup_mode=None, help="List, show, copy and check recipes.")
+app = Verbs(cls=OneLineErrors, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
+bench = Verbs(rich_markup_mode=None, help="Measure what a bounded memory costs and saves, as ratios in one run.")
+recipes = Verbs(rich_markup_mode=None, help="List, show, copy and check recipes.")
 app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")
 
@@ -183,6 +226,7 @@ def distill(
     """
     from distill.launch import Machines, launch
     from distill.recipe import Recipe, read_recipe, shipped_recipes
+    from retrofit.files import check_file, check_output
 
     is_recipe = source in shipped_recipes() or Path(source).suffix in (".yaml", ".yml")
     values = read_recipe(source) if is_recipe else {"base": source}
@@ -192,6 +236,12 @@ def distill(
         flags["options"] = _pairs("--option", option)
     where = source if is_recipe else "flags"
     recipe = Recipe.from_dict({**values, **flags, **_pairs("--set", set_)}, where)
+    read = [name for name in (source, recipe.base, recipe.init_adapter, recipe.deepspeed) if name is not None]
+    data_read = [] if recipe.data is None else [recipe.data]
+    if json_file is not None:
+        check_file(json_file, [*read, *data_read])
+    if recipe.output is not None and not (resume or dry_run):
+        check_output(recipe.output, overwrite=True, inputs=read, data=data_read)
     if dry_run:
         from distill.dry_run import dry_run as look
 
@@ -454,7 +504,7 @@ def evaluate(
     chosen: dict[str, Any] = {"probes": probe, "lengths": length, "depths": depth, "bindings": bindings}
     chosen |= {"benchmarks": benchmark, "task_lengths": task_length, "sizes": size}
     chosen["tasks"] = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    given: dict[str, Any] = {"probes": ()} if tasks or benchmark else {}  # unless asked for besides these
+    given: dict[str, Any] = {"probes": ()} if data or tasks or benchmark else {}  # unless asked for besides these
     given |= {name: tuple(values) for name, values in chosen.items() if values}
     settings = Settings(
         model,
@@ -477,6 +527,8 @@ def evaluate(
     summary = run_evaluation(settings, output, overwrite)
     for title, rows, columns in tables(summary):
         print_table(title, rows, columns)
+    if data and not (probe or benchmark or tasks):
+        typer.echo("only the text was scored: add --probe identity, recall, passkey or a needle task to ask for more")
     for said in (said for one in summary["benchmarks"].values() for said in one["departures"]):
         typer.echo(f"note: {said}")
     typer.echo(f"{output}: eval.json, results.jsonl")
@@ -697,10 +749,12 @@ def recipes_cp(
     overwrite: Overwrite = False,
 ) -> None:
     """Copy a recipe to a file of your own, to be edited."""
+    from retrofit.files import write_bytes
+
     path = _recipe_file(recipe)
     if target.exists() and not overwrite:
         raise typer.BadParameter(f"{target} exists: choose another name or pass --overwrite")
-    shutil.copyfile(path, target)
+    write_bytes(target, path.read_bytes())
 
 
 @recipes.command("check", epilog=example("retrofit recipes check my-recipe.yaml"))
@@ -732,8 +786,8 @@ def _recipe_file(path_or_name: str) -> Path:
 
 def _pairs(flag: str, items: list[str] | None) -> dict[str, Any]:
     """``["a=1", "b=[0, 2]"]`` as a mapping; values are read as YAML; 1e-2, which YAML takes for text, is a number."""
-    from distill.plain_yaml import parse_yaml
     from patches.errors import RetrofitError
+    from retrofit.plain_yaml import parse_yaml
 
     pairs: dict[str, Any] = {}
     for item in items or []:

@@ -4,6 +4,7 @@ import platform
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from transformers import PrinterCallback, TrainerState
+from transformers import PrinterCallback, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 import retrofit
@@ -28,7 +29,6 @@ from distill.progress import ProgressCallback, RunLog, progress_bar, seconds
 from distill.recipe import Recipe, read_recipe
 from distill.reporting import reporters
 from distill.results import COLUMNS, card_details, compare, title
-from distill.settings import settings
 from distill.start import build_model
 from distill.stopping import StopOnSignal
 from distill.trainer import DRAFT, DistillTrainer
@@ -37,10 +37,11 @@ from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config
 from retrofit.export import export_model
-from retrofit.files import check_output, write_folder, write_json, write_text
+from retrofit.files import check_output, no_empty_folders, write_folder, write_json, write_text
 from retrofit.fingerprint import difference
 from retrofit.head import gathered
 from retrofit.loading import load_config, load_tokenizer
+from retrofit.settings import settings
 from retrofit.table import finite, print_table
 
 RECIPE_FILE = "recipe.yaml"
@@ -74,7 +75,8 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     if resume:
         _check_same_run(recipe, output)
     elif processes.main:
-        check_output(output, overwrite, inputs=[base, data])
+        read = [name for name in (base, recipe.init_adapter, recipe.deepspeed) if name is not None]
+        check_output(output, overwrite, inputs=read, data=[data])
     # the main process looks for all: what one finds while another is at work would differ
     found = _last_whole(recipe, output, console, processes.count) if resume and processes.main else None
     checkpoint = processes.same(found)
@@ -112,7 +114,11 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
         raise RetrofitError(f"the base of the run in {output} is another one than it was started with: {other}")
     sizes = {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()}
-    if processes.main:
+
+    def begin() -> None:
+        """Write the first files, when nothing can be refused any more."""
+        if not processes.main:
+            return
         shutil.rmtree(output / DRAFT, ignore_errors=True)  # of a run that was killed while it saved
         if not resume:
             _clear(output)
@@ -120,12 +126,15 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
             same_run.write(output, this_run)
 
     try:
-        trainer, state = _fit(model, recipe, split, output, checkpoint, console, processes)
+        with no_empty_folders(output):
+            trainer, state = _fit(model, recipe, split, output, checkpoint, begin, console, processes)
         if recipe.streaming:  # only now is it known
             console.print(split.sentence(), highlight=False, soft_wrap=True)
         rows = compare(model, recipe, split, seconds(state), console, processes)
     except KeyboardInterrupt:
         saved = checkpoints(output)
+        if not (output / RECIPE_FILE).is_file():
+            raise  # before the first step: there is nothing to resume
         at = f"at step {step_of(saved[-1])} of {recipe.steps}" if saved else "before its first checkpoint"
         again = f"retrofit distill {shlex.quote(str(output / RECIPE_FILE))} --resume"
         if processes.count > 1:
@@ -196,16 +205,30 @@ def _clear(output: Path) -> None:
         (output / name).unlink(missing_ok=True)
 
 
+class _Begin(TrainerCallback):
+    """Calls a function right before the first step: the trainer has refused by then what it would."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.begin = begin
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Once, after the optimizer and the engine are made."""
+        self.begin()
+
+
 def _fit(
     model: Any,
     recipe: Recipe,
     split: Split,
     output: Path,
     checkpoint: Path | None,
+    begin: Callable[[], None],
     console: Console,
     processes: Processes,
 ) -> tuple[DistillTrainer | None, TrainerState]:
     """Train the memory, from ``checkpoint`` if there is one; no trainer if that is the last step's.
+
+    ``begin`` is called right before the first step.
 
     Raises:
         KeyboardInterrupt: asked to stop; a checkpoint was written.
@@ -230,6 +253,7 @@ def _fit(
     )
     trainer = DistillTrainer(model, args, split.train, split.held_out.head(recipe.eval_rows), split.collator)
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(_Begin(begin))
     trainer.add_callback(RunLog(output / "log.jsonl"))
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     done = step_of(checkpoint) if checkpoint else 0

@@ -31,6 +31,7 @@ STYLE: Any = {
     "font.size": 9,
     "text.color": INK,
     "text.parse_math": False,  # names come from files: a dollar sign is a dollar sign
+    "axes.facecolor": "none",
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "axes.linewidth": 0.7,

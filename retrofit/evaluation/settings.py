@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 
 from patches.errors import RetrofitError, nearest
+from retrofit.evaluation import needle, questions, ruler
 from retrofit.evaluation.benchmarks import find_benchmark
 from retrofit.evaluation.feeding import CHUNK
-from retrofit.evaluation.needle import NAMES as NEEDLES
 
-PROBES = ["identity", "recall", *NEEDLES]
+RULER = "ruler"  # all its tasks
+NEEDLES = [*needle.NAMES, *ruler.NAMES]
+PROBES = ["identity", "recall", *NEEDLES, RULER, *questions.NAMES]
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,17 @@ class Settings:
     tasks: tuple[str, ...] = ()  # of lm-evaluation-harness
     include_path: str | None = None  # a folder with further tasks for it
     task_lengths: tuple[int, ...] = ()  # of its RULER tasks
-    limit: int | None = None  # samples of each task of a benchmark or of the harness; all by default
+    # samples of each task of a benchmark or of the harness, all by default; of GSM8K, MMLU and the like, 100 by default
+    limit: int | None = None
     sizes: tuple[int, ...] = ()  # of the state: perplexity of training-free policies on the text at each of them
     seed: int = 0
     chunk: int = CHUNK
+
+    def asked(self) -> list[str]:
+        """The probes, ``"ruler"`` written out."""
+        of_ruler = [name for name in NEEDLES if name != needle.PASSKEY]
+        named = (one for probe in self.probes for one in (of_ruler if probe == RULER else [probe]))
+        return list(dict.fromkeys(named))
 
     def __post_init__(self) -> None:
         for probe in self.probes:

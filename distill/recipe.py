@@ -24,7 +24,7 @@ class Recipe:
         None,
         "What to learn from: a text, JSONL or Parquet file, a folder saved by datasets, or a dataset id of the Hub.",
     )
-    output: str | None = setting(None, "Folder that the run writes.")
+    output: str | None = setting(None, "Folder that the run writes.", short=("-o",), metavar="DIR")
     dtype: str = setting(
         "auto", "Dtype of the base; auto takes the checkpoint's own.", choices=("auto", "float32", "bfloat16")
     )

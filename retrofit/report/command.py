@@ -30,8 +30,8 @@ def report(
 
     Its figures are written to RUN/figures too, as PNG and SVG.
     """
-    from retrofit.report.write import FIGURES
-    from retrofit.report.write import report as write
+    from retrofit.report.page import FIGURES
+    from retrofit.report.page import report as write
 
     page, pictures, missing = write(run, output, evaluation, bench)
     for sentence in missing:

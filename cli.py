@@ -24,7 +24,7 @@ ROOMS = {
     "generate": "retrofit.command",
     "eval": "retrofit.evaluation.command",
     "report": "retrofit.report.command",
-    "bench": "retrofit.bench.command",
+    "bench": "distill.bench.command",
     "estimate": "retrofit.costs.command",
     "recipes": "distill.command",
     "push": "retrofit.command",

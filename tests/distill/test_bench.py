@@ -24,7 +24,7 @@ def test_losses_that_differ_are_not_compared(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(loss.FORMS, "chunked", lambda *a: 2 * loss.FORMS["naive"](*a))
     with pytest.raises(RetrofitError, match="differ"):
         loss.run(loss.Case(positions=9, width=4, vocabulary=31), repeats=1)
-    with pytest.raises(RetrofitError, match="dtype='int8'"):
+    with pytest.raises(RetrofitError, match="dtype: 'int8'"):
         loss.Case(dtype="int8")
 
 

@@ -328,7 +328,7 @@ def state_shapes(memory, dtype, tokens=None):  # stand-in
         return {"matrix": ((H, D, D), f)}
     if kind == "joint":
         names = ("linear", "delta") if memory.both else ("linear",)
-        return {n: ((H, memory.features, D + 1), f) for n in names}
+        return dict.fromkeys(names, ((H, memory.features, D + 1), f))
     if kind == "infini":
         return {"matrix": ((K, D, D), f), "mass": ((K, D), f)}
     if kind == "tensor-cache":

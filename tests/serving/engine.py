@@ -20,10 +20,14 @@ class Engine:
 
         attentions = [layer.self_attn for layer in body.layers]
         self.layers = [
-            PagedMemory(attention.memory, dtype, attention.scaling, rotary, attention.key_bias) for attention in attentions
+            PagedMemory(attention.memory, dtype, attention.scaling, rotary, attention.key_bias)
+            for attention in attentions
         ]
         self.pools = [
-            {name: torch.full((pages, *field.shape), torch.nan, dtype=field.dtype) for name, field in layer.fields.items()}
+            {
+                name: torch.full((pages, *field.shape), torch.nan, dtype=field.dtype)
+                for name, field in layer.fields.items()
+            }
             for layer in self.layers
         ]
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from patches.errors import RetrofitError

@@ -14,10 +14,10 @@ PYTEST_ARGS ?= -n auto --dist loadgroup
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test fuzz lint format clean
+.PHONY: help setup demo test test-kernels fuzz lint format clean
 
 help:
-	@echo "make demo | test | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
+	@echo "make demo | test | test-kernels | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
 
 setup: $(READY)
 
@@ -33,6 +33,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# fla's Triton kernels in Triton's interpreter, on a CPU: minutes
+test-kernels: $(READY)
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable ".[kernels-test]"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels
 
 fuzz: $(READY)
 	RETROFIT_FUZZ=10000 $(BIN)/python -m pytest -p no:xdist tests/robustness

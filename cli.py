@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import importlib.util
-import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 UsageError: Any = typer.BadParameter.__base__  # typer gives it no public name
 
@@ -73,14 +72,38 @@ class OneLineErrors(TyperGroup):
             raise typer.Exit(130) from None
 
 
+# what a verb reads, by the names of its parameters; its files to write are never one of them
+INPUTS = ("source", "base", "model", "adapter", "ahn", "recipe", "init_adapter", "deepspeed", "data", "haystack")
+WRITTEN = ("json_file", "target")
+
+
+class Verb(TyperCommand):
+    """Checks the file that a verb will write before the verb does anything."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for path in (ctx.params[name] for name in WRITTEN if ctx.params.get(name) is not None):
+            from retrofit.files import check_file
+
+            given = (ctx.params.get(name) for name in INPUTS)
+            check_file(path, [one for value in given for one in (value if isinstance(value, list) else [value])])
+        return super().invoke(ctx)
+
+
+class Verbs(typer.Typer):
+    """A group whose commands are of the class :class:`Verb`."""
+
+    def command(self, name: str | None = None, **kwargs: Any) -> Any:
+        return super().command(name, cls=Verb, **kwargs)
+
+
 # rich's help pages take twice as long to appear
-app = typer.Typer(cls=OneLineErrors, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-bench = typer.Typer(rich_markup_mode=None, help="Measure what a bounded memory costs and saves, as ratios in one run.")
-recipes = typer.Typer(rich_markup_mode=None, help="List, show, copy and check recipes.")
+app = Verbs(cls=OneLineErrors, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
+bench = Verbs(rich_markup_mode=None, help="Measure what a bounded memory costs and saves, as ratios in one run.")
+recipes = Verbs(rich_markup_mode=None, help="List, show, copy and check recipes.")
 app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")
 
-Base = Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the base: a folder or a Hub id.")]
+Base = Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the base: a folder, a GGUF file or a Hub id.")]
 Memory = Annotated[str, typer.Option(help="Kind of memory, ahn-gdn for one; none keeps sinks and window only.")]
 Window = Annotated[int, typer.Option(help="W: the last tokens, kept exactly.")]
 Sinks = Annotated[int, typer.Option(help="S: the first tokens, kept exactly.")]
@@ -93,9 +116,11 @@ Json = Annotated[
 Length = Annotated[int, typer.Option(min=1, help="T: tokens.")]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Width of a head.")]
-Kinds = Annotated[list[str] | None, typer.Option(help="Kind of memory, or all; again for more.")]
+Kinds = Annotated[list[str] | None, typer.Option("--memory", help="Kind of memory, or all; again for more.")]
 Repeats = Annotated[int, typer.Option(help="Rounds counted; each runs every form once.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads torch may use (default: its own choice).")]
+On = Annotated[str, typer.Option("--device", help="Where to measure: cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="Precision to measure in: float32, bfloat16 or float16.")]
 
 
 @app.callback(
@@ -181,6 +206,7 @@ def distill(
     """
     from distill.launch import Machines, launch
     from distill.recipe import Recipe, read_recipe, shipped_recipes
+    from retrofit.files import check_file, check_output
 
     is_recipe = source in shipped_recipes() or Path(source).suffix in (".yaml", ".yml")
     values = read_recipe(source) if is_recipe else {"base": source}
@@ -190,6 +216,12 @@ def distill(
         flags["options"] = _pairs("--option", option)
     where = source if is_recipe else "flags"
     recipe = Recipe.from_dict({**values, **flags, **_pairs("--set", set_)}, where)
+    read = [name for name in (source, recipe.base, recipe.init_adapter, recipe.deepspeed) if name is not None]
+    data_read = [] if recipe.data is None else [recipe.data]
+    if json_file is not None:
+        check_file(json_file, [*read, *data_read])
+    if recipe.output is not None and not (resume or dry_run):
+        check_output(recipe.output, overwrite=True, inputs=read, data=data_read)
     if dry_run:
         from distill.dry_run import dry_run as look
 
@@ -291,8 +323,8 @@ def estimate(
     json_file: Json = None,
 ) -> None:
     """What a memory costs and saves: parameters, operations, cache, bytes per token. Needs a configuration only."""
-    from retrofit import estimate as honest
-    from retrofit import paper_table
+    from retrofit.costs import estimate as honest
+    from retrofit.costs import paper as paper_table
     from retrofit.table import print_table, write_rows
 
     if (base is None) != paper:
@@ -513,6 +545,7 @@ def report(
 
 @bench.command("window", epilog=example("retrofit bench window --length 16384 --window 1024"))
 def bench_window(
+    ctx: typer.Context,
     length: Length = 16384,
     window: Window = 1024,
     sinks: Sinks = 4,
@@ -520,30 +553,36 @@ def bench_window(
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 2,
     head_dim: HeadDim = 64,
     backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
     repeats: Repeats = 3,
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
     """Blocked window attention beside the dense mask: time, and peak memory measured in a process of its own."""
-    _measure("window", (length, window, sinks, heads, kv_heads, head_dim, backward), repeats, threads, json_file)
+    _measure("window", ctx, repeats)
 
 
 @bench.command("scan", epilog=example("retrofit bench scan --length 4096"))
 def bench_scan(
+    ctx: typer.Context,
     length: Length = 2048,
     heads: Heads = 4,
     head_dim: HeadDim = 64,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
     repeats: Repeats = 5,
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
     """The chunked gated delta rule beside its token loop, forward and forward + backward."""
-    _measure("scan", (length, heads, head_dim), repeats, threads, json_file)
+    _measure("scan", ctx, repeats)
 
 
 @bench.command("decode", epilog=example("retrofit bench decode --memory ahn-gdn --long 16384"))
 def bench_decode(
-    memory: Kinds = None,
+    ctx: typer.Context,
+    memories: Kinds = None,
     window: Window = 512,
     sinks: Sinks = 4,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
@@ -551,30 +590,33 @@ def bench_decode(
     short: Annotated[int, typer.Option(help="The shorter context.")] = 1024,
     long: Annotated[int, typer.Option(help="The longer context.")] = 8192,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each context.")] = 64,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
     """Time per token and cache bytes at two contexts, full attention beside patched models."""
-    kinds = tuple(memory or ["ahn-gdn"])
-    _measure("decode", (kinds, window, sinks, layers, hidden, short, long), tokens, threads, json_file)
+    _measure("decode", ctx, tokens)
 
 
 @bench.command("prefill", epilog=example("retrofit bench prefill --memory joint --length 4096 --longest 32768"))
 def bench_prefill(
-    memory: Kinds = None,
+    ctx: typer.Context,
+    memories: Kinds = None,
     window: Window = 512,
     sinks: Sinks = 4,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
     hidden: Annotated[int, typer.Option(min=1, help="Its width; heads are 64 wide.")] = 256,
     length: Length = 8192,
     longest: Annotated[int | None, typer.Option(help="Double the length up to this one.")] = None,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
     repeats: Repeats = 3,
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
     """Time to read a prompt, each memory beside none and full attention."""
-    kinds = tuple(memory or ["all"])
-    _measure("prefill", (kinds, window, sinks, layers, hidden, length, longest or length), repeats, threads, json_file)
+    _measure("prefill", ctx, repeats)
 
 
 @bench.command(
@@ -585,8 +627,11 @@ def bench_prefill(
     ),
 )
 def bench_run(
-    memory: Kinds = None,
-    length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt; again for more.")] = None,
+    ctx: typer.Context,
+    memories: Kinds = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option("--length", min=1, help="Tokens of a prompt; again for more.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="A base or an exported model (default: a random Qwen2).")] = None,
     window: Annotated[int | None, typer.Option(help="W (default: MODEL's own, or 512).")] = None,
     sinks: Annotated[int | None, typer.Option(help="S (default: MODEL's own, or 4).")] = None,
@@ -594,66 +639,65 @@ def bench_run(
     hidden: Annotated[int, typer.Option(min=1, help="Its width; heads are 64 wide.")] = 256,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded at each length.")] = 32,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens per call in which a prompt is read.")] = 2048,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     peak_tflops: Annotated[
         float | None, typer.Option(min=1e-6, help="Of the device in that dtype (default: known, or measured).")
     ] = None,
     bandwidth: Annotated[float | None, typer.Option(min=1e-6, help="Of its memory, GB/s.")] = None,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
     repeats: Repeats = 3,
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
     """Prefill, decoding, memory and cache of full attention, the window alone and memories, beside the roofline."""
-    from retrofit.estimate import Device
-
-    if (peak_tflops is None) != (bandwidth is None):
-        raise typer.BadParameter("--peak-tflops and --bandwidth go together: a roofline needs both")
-    best = Device(peak_tflops, bandwidth) if peak_tflops and bandwidth else None
-    lengths = tuple(length or (1024, 4096, 16384))
-    shape = (model, window, sinks, layers, hidden, tokens, chunk, device, dtype, best)
-    _measure("run", (tuple(memory or ()), lengths, *shape), repeats, threads, json_file)
+    _measure("run", ctx, repeats)
 
 
 @bench.command("capacity", epilog=example("retrofit bench capacity --seeds 200"))
 def bench_capacity(
+    ctx: typer.Context,
     decay: Annotated[float, typer.Option(help="lambda of the decayed row.")] = 0.995,
     seeds: Annotated[int, typer.Option(help="Random memories of each kind.")] = 60,
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
     """How many pairs a D x D outer-product memory takes until its first is lost, beside the Tensor Cache paper."""
-    _measure("capacity", (decay,), seeds, threads, json_file)
+    _measure("capacity", ctx, seeds)
 
 
 @bench.command("loss", epilog=example("retrofit bench loss --dtype bfloat16"))
 def bench_loss(
+    ctx: typer.Context,
     positions: Annotated[int, typer.Option(min=1, help="Scored positions.")] = 2048,
     width: Annotated[int, typer.Option(min=1, help="Width of the hidden states.")] = 2048,
     vocabulary: Annotated[int, typer.Option(min=2, help="Tokens the head tells apart.")] = 151_936,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: On = "cpu",
+    dtype: Dtype = "float32",
     repeats: Repeats = 3,
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
     """The chunked KL through a frozen head beside its naive form: time, and peak memory in a process of its own."""
-    _measure("loss", (positions, width, vocabulary, dtype), repeats, threads, json_file, "distill.bench")
+    _measure("loss", ctx, repeats, "distill.bench")
 
 
 @bench.command("step", epilog=example("retrofit bench step --length 4096"))
 def bench_step(
+    ctx: typer.Context,
     memory: Memory = "ahn-gdn",
     window: Window = 256,
     sinks: Sinks = 4,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
     hidden: Annotated[int, typer.Option(min=1, help="Its width; heads are 64 wide.")] = 512,
     length: Length = 2048,
+    device: On = "cpu",
+    dtype: Dtype = "float32",
     repeats: Repeats = 5,
     threads: Threads = None,
     json_file: Json = None,
 ) -> None:
     """A distillation step beside the sum of its parts and beside a second teacher model; the student at twice T."""
-    _measure("step", (memory, window, sinks, layers, hidden, length), repeats, threads, json_file, "distill.bench")
+    _measure("step", ctx, repeats, "distill.bench")
 
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's file, or the name of a shipped one.")]
@@ -683,10 +727,12 @@ def recipes_cp(
     overwrite: Overwrite = False,
 ) -> None:
     """Copy a recipe to a file of your own, to be edited."""
+    from retrofit.files import write_bytes
+
     path = _recipe_file(recipe)
     if target.exists() and not overwrite:
         raise typer.BadParameter(f"{target} exists: choose another name or pass --overwrite")
-    shutil.copyfile(path, target)
+    write_bytes(target, path.read_bytes())
 
 
 @recipes.command("check", epilog=example("retrofit recipes check my-recipe.yaml"))
@@ -761,30 +807,25 @@ def _export(build: Callable[[], Any], inputs: list[str], output: Path, overwrite
     typer.echo(f"{output}: {type(model).__name__}, memory {memory['kind']}, {kept}, {added_to}")
 
 
-def _measure(
-    name: str,
-    values: tuple[Any, ...],
-    repeats: int,
-    threads: int | None,
-    json_file: Path | None,
-    package: str = "retrofit.bench",
-) -> None:
-    """Run ``PACKAGE.NAME`` on its ``Case(*values)`` and show the rows."""
+def _measure(name: str, ctx: typer.Context, repeats: int, package: str = "retrofit.bench") -> None:
+    """Run ``PACKAGE.NAME`` on its ``Case``, made of the command line's values, and show the rows."""
     import torch
 
     from retrofit.table import print_table, write_rows
 
     bench = importlib.import_module(f"{package}.{name}")
-    case = bench.Case(*values)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    fields, given = bench.Case.__dataclass_fields__, ctx.params
+    chosen = {key: value for key, value in given.items() if key in fields and value not in (None, [], ())}
+    case = bench.Case(**{key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()})
+    if given["threads"] is not None:
+        torch.set_num_threads(given["threads"])
     rows = bench.run(case, repeats)
     typer.echo(f"{case}, {torch.get_num_threads()} threads")
     tables = bench.TABLES if name == "run" else {f"bench {name}": bench.COLUMNS}
     for title, columns in tables.items():
         print_table(title, rows, columns)
-    if json_file is not None:
-        write_rows(json_file, rows)
+    if given["json_file"] is not None:
+        write_rows(given["json_file"], rows)
 
 
 main = app

@@ -1,17 +1,25 @@
 """The trainer's arguments: transformers' own, with defaults that suit a memory, and the few that distillation adds."""
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from transformers import TrainingArguments
 
-from patches.errors import RetrofitError, nearest
+from distill.recipe import Recipe
+from distill.settings import settings
 
-WINDOW_SAMPLING = ("fixed", "ahn")
-LABEL_SHIFT = ("next", "ahn")
-LOSS = ("kl", "ce", "mse")
 # transformers renames the switch: the old name warns where the new one exists
 _NEW = "activation_checkpointing" in {argument.name for argument in fields(TrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if _NEW else "gradient_checkpointing"
+
+
+OURS = ("loss", "mse_weight", "window_sampling", "label_shift", "temperature")
+
+
+def as_in_recipes(name: str) -> Any:
+    """A field with the default, the help and the choices of the recipe's key ``name``."""
+    key = settings(Recipe)[name]
+    return field(default=key.default, metadata={"help": key.help} | ({"choices": key.choices} if key.choices else {}))
 
 
 @dataclass
@@ -23,44 +31,24 @@ class DistillArguments(TrainingArguments):
     """
 
     # small bases want 1e-2 to 3e-2; AHN fits its 3B to 14B bases at 1e-4
-    learning_rate: float = field(default=1e-2, metadata={"help": "Peak learning rate of the memory's parameters."})
+    learning_rate: float = as_in_recipes("lr")
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule after the warm-up."})
-    warmup_steps: float = field(default=0.1, metadata={"help": "Warm-up steps, or below 1 their share of all steps."})
-    adam_beta2: float = field(default=0.98, metadata={"help": "AdamW's second beta."})
+    warmup_steps: float = as_in_recipes("warmup")
+    adam_beta2: float = as_in_recipes("adam_beta2")
     data_seed: int | None = field(default=None, metadata={"help": "Seed of the rows' order; the run's own by default."})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN and Inf losses in the log."})
     # our loss gives every parameter a gradient at every step: no search through the graph for those it left out
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "As in transformers."})
 
-    loss: str = field(
-        default="kl",
-        metadata={
-            "help": "'kl': to the model's own full attention. 'ce': cross-entropy with the text. 'mse': between the "
-            "attention's outputs, layer by layer. The last two are AHN's ablations."
-        },
-    )
-    mse_weight: float = field(default=0.0, metadata={"help": "What the MSE counts beside 'kl' or 'ce'."})
-    window_sampling: str = field(
-        default="fixed",
-        metadata={
-            "help": "'fixed': the model's window and sinks. 'ahn': drawn anew for each step as AHN's recipe does."
-        },
-    )
-    label_shift: str = field(
-        default="next",
-        metadata={"help": "'next': position t counts if label t + 1 does. 'ahn': if label t does (AHN's code)."},
-    )
-    temperature: float = field(default=1.0, metadata={"help": "Softmax temperature of teacher and student."})
+    loss: str = as_in_recipes("loss")
+    mse_weight: float = as_in_recipes("mse_weight")
+    window_sampling: str = as_in_recipes("window_sampling")
+    label_shift: str = as_in_recipes("label_shift")
+    temperature: float = as_in_recipes("temperature")
 
     def __post_init__(self) -> None:
-        for name, choices in (("loss", LOSS), ("window_sampling", WINDOW_SAMPLING), ("label_shift", LABEL_SHIFT)):
-            value = getattr(self, name)
-            if value not in choices:
-                raise RetrofitError(f"{name} is {value!r}, not one of {', '.join(choices)}{nearest(value, choices)}")
-        if not self.temperature > 0:
-            raise RetrofitError(f"temperature is {self.temperature}: it must be above 0")
-        if not self.mse_weight >= 0:
-            raise RetrofitError(f"mse_weight is {self.mse_weight}: it must be 0 or more")
+        for name in OURS:
+            setattr(self, name, settings(Recipe)[name].check(getattr(self, name)))
         if self.data_seed is None:
             # the order of the rows would otherwise hang on the process's random state, which a resumed run has not
             self.data_seed = self.seed

@@ -28,7 +28,8 @@ from distill.rows import PackedRows
 from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
 from patches.kinds import KINDS, find_kind
-from retrofit.baselines import equal_memory_window, row_bytes, window_only
+from retrofit.baselines import equal_memory_window, window_only
+from retrofit.costs.held import row_bytes
 from retrofit.evaluate import evaluate, gap_closed
 from retrofit.export import export_model
 from retrofit.files import check_output, write_folder

@@ -30,7 +30,7 @@ from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.bases import base_config
-from retrofit.estimate import DTYPES, layer_memories
+from retrofit.costs.estimate import DTYPES, layer_memories
 from retrofit.files import write_json
 from retrofit.flops import Shape, attention_flops, distinct, memory_flops
 from retrofit.patching import skeleton

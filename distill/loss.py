@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from retrofit.head import chunks, kl, log_probs, through_head
+
 IGNORE = -100  # the label of positions that do not count, in transformers and everywhere else
-# logits of one chunk: 256 MiB each in fp32; with half as many the products read the head so often that it costs 15 %
+# logits of one chunk: 256 MiB in fp32; with half as many the products read the head so often that it costs 15 %
 CHUNK_ELEMENTS = 2**26
 
 
@@ -43,8 +45,8 @@ def naive_kl(
     student: Tensor, teacher: Tensor, weight: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0
 ) -> Tensor:
     """KL(teacher || student) of each position, as one writes it down. Arguments as :func:`chunked_kl`."""
-    log_p = _log_softmax(teacher.detach(), weight, bias, temperature)
-    log_q = _log_softmax(student, weight, bias, temperature)
+    log_p = _naive_log_probs(teacher.detach(), weight, bias, temperature)
+    log_q = _naive_log_probs(student, weight, bias, temperature)
     return temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
@@ -60,7 +62,8 @@ def chunked_kl(
     """KL(teacher || student) of each position, without ever holding P x V logits.
 
     The gradient of a softmax under KL is closed-form, q - p, so the one backward GEMM runs in the same pass and only
-    dX (P, E) is kept. The head is frozen: there is no dW. Three GEMMs per chunk, softmax in fp32 (fp64 for fp64).
+    dX (P, E) is kept. The head is frozen: there is no dW. Three GEMMs per chunk; logits, softmax and the gradient
+    at the logits are fp32 whatever the states are in (fp64 for fp64), at most three matrices of one chunk at a time.
 
     Args:
         student: (P, E) hidden states after the final norm; the gradient goes here.
@@ -76,9 +79,9 @@ def chunked_kl(
     """
 
     def score(log_q: Tensor, rows: slice, wanted: bool) -> Tensor:
-        log_p = _log_softmax(teacher[rows], weight, bias, temperature)
+        log_p = log_probs(teacher[rows], weight, bias, temperature)
         p = log_p.exp()
-        losses = log_p.sub_(log_q).mul_(p).sum(-1)
+        losses = kl(log_p, p, log_q, out=log_p)
         if wanted:
             # d/dlogits of temperature^2 KL is temperature (q - p)
             log_q.exp_().sub_(p)
@@ -91,7 +94,7 @@ def naive_ce(
     student: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0
 ) -> Tensor:
     """Cross-entropy of each position, as one writes it down. Arguments as :func:`chunked_ce`."""
-    log_q = _log_softmax(student, weight, bias, temperature)
+    log_q = _naive_log_probs(student, weight, bias, temperature)
     return -(temperature**2) * log_q.gather(-1, targets[:, None]).squeeze(-1)
 
 
@@ -123,10 +126,10 @@ def chunked_ce(
     return _ThroughHead.apply(student, weight, bias, temperature, chunk, score)
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """(C, V) log-probabilities of hidden states, in fp32 (fp64) from logits in the head's dtype."""
-    logits = F.linear(hidden.to(weight.dtype), weight, bias).to(torch.promote_types(weight.dtype, torch.float32))
-    return (logits / temperature if temperature != 1.0 else logits).log_softmax(-1)
+def _naive_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    logits = F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    return (logits / temperature).log_softmax(-1)
 
 
 # losses (C,) of a chunk's log-probabilities (C, V); if a gradient is wanted, turns these in place into the gradient at
@@ -147,19 +150,17 @@ class _ThroughHead(torch.autograd.Function):
         chunk: int | None,
         score: Score,
     ) -> Tensor:
-        chunk = chunk or max(1, CHUNK_ELEMENTS // weight.shape[0])
         wide = torch.promote_types(weight.dtype, torch.float32)
         losses = torch.empty(len(student), dtype=wide, device=student.device)
         wanted = ctx.needs_input_grad[0]
         grad = torch.empty_like(student) if wanted else None
-        for at in range(0, len(student), chunk):
-            rows = slice(at, at + chunk)
-            log_q = _log_softmax(student[rows], weight, bias, temperature)
+        for rows in chunks(len(student), weight.shape[0], chunk * weight.shape[0] if chunk else CHUNK_ELEMENTS):
+            log_q = log_probs(student[rows], weight, bias, temperature)
             losses[rows] = score(log_q, rows, wanted)
             if grad is not None:
-                grad[rows] = log_q.to(weight.dtype) @ weight
+                grad[rows] = through_head(log_q.mul_(temperature), weight)
         if grad is not None:
-            ctx.save_for_backward(grad.mul_(temperature) if temperature != 1.0 else grad)
+            ctx.save_for_backward(grad)
         return losses
 
     @staticmethod

@@ -134,7 +134,7 @@ def join(deepspeed: bool) -> Processes:
     return Processes(state.process_index, state.num_processes, str(state.device), ours)
 
 
-def settings(deepspeed: Path | None) -> dict[str, Any]:
+def trainer_settings(deepspeed: Path | None) -> dict[str, Any]:
     """What ``TrainingArguments`` need to take the processes as :func:`join` has set them up."""
     if not started_together():
         return {}

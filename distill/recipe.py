@@ -1,46 +1,13 @@
 """A recipe: everything one run needs, in one flat YAML file. Imports no torch: the command line reads recipes."""
 
-import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from distill.plain_yaml import parse_yaml
+from distill.settings import setting, settings
 from patches.errors import RetrofitError, nearest
-
-CHOICES = {
-    "others": ("full", "window"),
-    "window_sampling": ("fixed", "ahn"),
-    "label_shift": ("next", "ahn"),
-    "loss": ("kl", "ce", "mse"),
-    "dtype": ("auto", "float32", "bfloat16"),
-    "data_format": ("auto", "text", "chat"),
-}
-# key: (smallest value, is it itself allowed)
-BOUNDS = {
-    "window": (1, True),
-    "sinks": (0, True),
-    "seq_len": (2, True),
-    "eval_rows": (1, True),
-    "steps": (1, True),
-    "batch_size": (1, True),
-    "gradient_accumulation_steps": (1, True),
-    "eval_steps": (1, True),
-    "save_steps": (1, True),
-    "save_total_limit": (1, True),
-    "seed": (0, True),
-    "lr": (0, False),
-    "temperature": (0, False),
-    "mse_weight": (0, True),
-    "adam_beta2": (0, True),
-    "max_grad_norm": (0, False),
-    "weight_decay": (0, True),
-    "warmup": (0, True),
-    "holdout": (0, False),
-    "min_length": (0, True),
-    "max_samples": (1, True),
-}
 
 
 @dataclass(frozen=True)
@@ -52,81 +19,101 @@ class Recipe:
     """
 
     # what
-    base: str | None = None  # checkpoint: a folder or a Hub id
-    data: str | None = None  # text, JSONL or Parquet file, a folder saved by datasets, a dataset id
-    output: str | None = None  # folder for adapter/, model/, metrics.json, log.jsonl, checkpoint-*/
-    dtype: str = "auto"  # of the base, by default the checkpoint's own; the memory is always fp32
-
-    init_adapter: str | None = None  # continue from an adapter or from published AHN weights: a folder or a Hub id
-    report_to: str = "none"  # wandb, trackio, tensorboard, ..., several with commas; log.jsonl is written anyway
+    base: str | None = setting(None, "Checkpoint of the base: a folder or a Hub id.")
+    data: str | None = setting(
+        None,
+        "What to learn from: a text, JSONL or Parquet file, a folder saved by datasets, or a dataset id of the Hub.",
+    )
+    output: str | None = setting(None, "Folder that the run writes.")
+    dtype: str = setting(
+        "auto", "Dtype of the base; auto takes the checkpoint's own.", choices=("auto", "float32", "bfloat16")
+    )
+    init_adapter: str | None = setting(None, "Adapter or published AHN weights to continue from: a folder or a Hub id.")
+    report_to: str = setting(
+        "none", "Where to report besides log.jsonl: wandb, trackio, tensorboard and the like, separated by commas."
+    )
 
     # the memory
-    memory: str = "ahn-gdn"
-    window: int = 32  # W, the last tokens kept exactly
-    sinks: int = 4  # S, the first tokens kept exactly
-    window_sampling: str = "fixed"  # "ahn": draw W and S anew for each step
-    layers: list[int] | None = None  # layers that get the memory; all by default
-    others: str = "full"  # attention of the remaining layers: "full" or "window"
-    options: dict[str, Any] = field(default_factory=dict)  # the memory's own
-    lora: dict[str, Any] = field(default_factory=dict)  # fields of peft.LoraConfig: LoRA trained beside the memory
+    memory: str = setting("ahn-gdn", "Kind of memory.")
+    window: int = setting(32, "W: how many of the last tokens are kept exactly.", least=1)
+    sinks: int = setting(4, "S: how many of the first tokens are kept exactly.", least=0)
+    window_sampling: str = setting(
+        "fixed",
+        "fixed trains at W and S; ahn draws others for each step, as AHN's recipe does.",
+        choices=("fixed", "ahn"),
+        argument="window_sampling",
+    )
+    layers: list[int] | None = setting(None, "Numbers of the layers that get the memory; all layers by default.")
+    others: str = setting("full", "Attention of the layers without a memory.", choices=("full", "window"))
+    options: dict[str, Any] = setting(dict, "Options of the memory.")
+    lora: dict[str, Any] = setting(dict, "Fields of peft.LoraConfig: train LoRA beside the memory.")
 
     # the data (docs/data.md)
-    data_name: str | None = None  # configuration of a dataset that has several
-    data_revision: str | None = None  # branch, tag or commit of a dataset of the Hub
-    data_split: str = "train"
-    data_format: str = "auto"  # "text": packed into rows; "chat": a row per conversation; "auto": by its columns
-    seq_len: int = 512  # tokens per packed row, the most that are kept of a conversation
-    min_length: int = 0  # documents and conversations of at most so many tokens are left out
-    max_samples: int | None = None  # only the first so many are read
-    streaming: bool = False  # read while training: for what does not fit
-    holdout: float = 0.1  # share of the tokens or conversations, from the end, that is never trained on
-    eval_rows: int = 48  # held-out rows that are scored; of a stream, all that are held out, its first ones
+    data_name: str | None = setting(None, "Configuration of a dataset that has several.")
+    data_revision: str | None = setting(None, "Branch, tag or commit of a dataset of the Hub.")
+    data_split: str = setting("train", "Split of a dataset.")
+    data_format: str = setting(
+        "auto",
+        "text packs documents into rows, chat makes a row of each conversation, auto decides by the columns.",
+        choices=("auto", "text", "chat"),
+    )
+    seq_len: int = setting(512, "Tokens of a packed row, and the most that are kept of a conversation.", least=2)
+    min_length: int = setting(0, "Leave out documents and conversations of at most this many tokens.", least=0)
+    max_samples: int | None = setting(None, "Read only this many documents or conversations, the first ones.", least=1)
+    streaming: bool = setting(False, "Read the data while training, for data that fits neither memory nor disk.")
+    holdout: float = setting(
+        0.1, "Share of the data, from its end, that is held out of training and scored.", above=0, below=1
+    )
+    eval_rows: int = setting(48, "Held-out rows that are scored; of a stream, its first rows are held out.", least=1)
 
     # the fit
-    steps: int = 600
-    batch_size: int = 4  # rows per process and micro-batch
-    gradient_accumulation_steps: int = 1
-    lr: float = 1e-2
-    warmup: float = 0.1  # steps, or below 1 their share of all steps
-    weight_decay: float = 0.0
-    adam_beta2: float = 0.98
-    max_grad_norm: float = 1.0
-    loss: str = "kl"  # to the teacher; "ce": with the text; "mse": of the attention's outputs
-    mse_weight: float = 0.0  # what the attention outputs' MSE counts beside kl or ce
-    temperature: float = 1.0
-    label_shift: str = "next"  # position t counts if token t + 1 is labelled; "ahn": if token t is
-    gradient_checkpointing: bool = False
-    deepspeed: str | None = None  # "zero2", "zero3" or a DeepSpeed JSON file; plain data parallelism by default
-    seed: int = 0
+    steps: int = setting(600, "Optimizer steps.", least=1, argument="max_steps")
+    batch_size: int = setting(4, "Rows per process and forward pass.", least=1, argument="per_device_train_batch_size")
+    gradient_accumulation_steps: int = setting(
+        1, "Forward passes per optimizer step.", least=1, argument="gradient_accumulation_steps"
+    )
+    lr: float = setting(1e-2, "Peak learning rate of the memory.", above=0, argument="learning_rate")
+    warmup: float = setting(0.1, "Warm-up steps; below 1, their share of all steps.", least=0, argument="warmup_steps")
+    weight_decay: float = setting(0.0, "AdamW's weight decay.", least=0, argument="weight_decay")
+    adam_beta2: float = setting(0.98, "AdamW's second beta.", least=0, below=1, argument="adam_beta2")
+    max_grad_norm: float = setting(1.0, "Norm to which larger gradients are cut.", above=0, argument="max_grad_norm")
+    loss: str = setting(
+        "kl",
+        "kl compares with the base's own full attention, ce with the text, mse compares the attention's outputs layer "
+        "by layer.",
+        choices=("kl", "ce", "mse"),
+        argument="loss",
+    )
+    mse_weight: float = setting(0.0, "Weight of the mse loss beside kl or ce.", least=0, argument="mse_weight")
+    temperature: float = setting(
+        1.0, "Softmax temperature of teacher and student.", above=0, most=1000, argument="temperature"
+    )
+    label_shift: str = setting(
+        "next",
+        "next scores position t if token t + 1 is labelled, ahn if token t is, as AHN's code does.",
+        choices=("next", "ahn"),
+        argument="label_shift",
+    )
+    gradient_checkpointing: bool = setting(
+        False, "Compute activations again in the backward pass instead of keeping them."
+    )
+    deepspeed: str | None = setting(
+        None, "DeepSpeed's ZeRO instead of plain data parallelism: zero2, zero3 or a DeepSpeed JSON file."
+    )
+    seed: int = setting(
+        0, "Seed of the memory's start and of the rows' order.", least=0, most=2**32 - 1, argument="seed"
+    )
 
     # how often
-    eval_steps: int = 100
-    save_steps: int = 100
-    save_total_limit: int = 2
+    eval_steps: int = setting(100, "Steps between two evaluations.", least=1, argument="eval_steps")
+    save_steps: int = setting(100, "Steps between two checkpoints.", least=1, argument="save_steps")
+    save_total_limit: int = setting(2, "Checkpoints to keep, the last ones.", least=1, argument="save_total_limit")
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(Recipe)
-        for name in (f.name for f in fields(self)):
-            object.__setattr__(self, name, _typed(name, getattr(self, name), hints[name]))
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise RetrofitError(f"{name}: {value!r} is not one of {', '.join(choices)}{nearest(value, choices)}")
-        for name, (least, allowed) in BOUNDS.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not math.isfinite(value) or value < least or (value == least and not allowed):
-                rule = f"{least} or more" if allowed else f"more than {least}"
-                raise RetrofitError(f"{name}: {value} is out of range, it must be {rule}")
-        if taken := set(self.options) & ({f.name for f in fields(self)} | {"model_kwargs"}):
+        for name, key in settings(Recipe).items():
+            object.__setattr__(self, name, key.check(getattr(self, name)))
+        if taken := set(self.options) & (settings(Recipe).keys() | {"model_kwargs"}):
             raise RetrofitError(f"options: {min(taken)!r} is not an option of a memory: give it as a key of its own")
-        if self.seed >= 2**32:
-            raise RetrofitError(f"seed: {self.seed} is out of range, it must be below 2**32")
-        if self.adam_beta2 >= 1:
-            raise RetrofitError(f"adam_beta2: {self.adam_beta2} is out of range, it must be below 1")
-        if self.holdout >= 1:
-            raise RetrofitError(f"holdout: {self.holdout} is out of range, it is a share of the tokens below 1")
         if self.data_format != "text" and self.min_length >= self.seq_len:
             raise RetrofitError(
                 f"min_length: {self.min_length} leaves nothing of conversations cut to seq_len {self.seq_len}"
@@ -147,7 +134,7 @@ class Recipe:
         """
         if not isinstance(data, dict):
             raise RetrofitError(f"{where}: a recipe is a mapping of keys to values, this is a {type(data).__name__}")
-        known = [f.name for f in fields(cls)]
+        known = list(settings(cls))
         for key in data:
             if key not in known:
                 raise RetrofitError(
@@ -208,25 +195,3 @@ def read_recipe(path_or_name: str | Path) -> Any:
 def shipped_recipes() -> dict[str, Path]:
     """``{name: path}`` of the recipes that come with the package."""
     return {path.stem: path for path in sorted(Path(str(files("recipes"))).glob("*.yaml"))}
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    """``value`` as ``hint`` has it: whole numbers are floats too, true and false are no numbers."""
-    allowed = get_args(hint) or (hint,)
-    if bool not in allowed and isinstance(value, bool):
-        pass
-    elif hint is float and isinstance(value, int | float):
-        return float(value)
-    elif name == "layers":
-        if value is None or (isinstance(value, list) and all(type(index) is int for index in value)):
-            return value
-    elif name in ("options", "lora"):
-        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return value
-    elif isinstance(value, allowed):
-        return value
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    wanted = {"layers": "a list of layer numbers", "options": "a mapping", "lora": "a mapping"}.get(name) or words[
-        allowed[0]
-    ]
-    raise RetrofitError(f"{name}: {value!r} is not {wanted}")

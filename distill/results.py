@@ -10,9 +10,9 @@ from distill.processes import Processes
 from distill.progress import progress_bar
 from distill.recipe import Recipe
 from distill.zero import window_only
-from retrofit.baselines import equal_memory_window, row_bytes
+from retrofit.baselines import equal_memory_window
+from retrofit.costs.held import row_bytes, state_bytes
 from retrofit.evaluate import Scores, evaluate, gap_closed
-from retrofit.measure import state_bytes
 
 COLUMNS = {
     "name": ("", ""),

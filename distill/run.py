@@ -4,6 +4,7 @@ import platform
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from transformers import PrinterCallback, TrainerState
+from transformers import PrinterCallback, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 import retrofit
@@ -23,21 +24,23 @@ from distill.data import Split, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
 from distill.outcome import EXIT_STATUS
-from distill.processes import Processes, join, settings
+from distill.processes import Processes, join, trainer_settings
 from distill.progress import ProgressCallback, RunLog, progress_bar, seconds
 from distill.recipe import Recipe, read_recipe
 from distill.reporting import reporters
 from distill.results import COLUMNS, card_details, compare, title
+from distill.settings import settings
 from distill.start import build_model
 from distill.stopping import StopOnSignal
 from distill.trainer import DRAFT, DistillTrainer
-from distill.zero import agreeing, find_config, gathered, is_partitioned, whole
+from distill.zero import agreeing, find_config, is_partitioned, whole
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config
 from retrofit.export import export_model
-from retrofit.files import check_output, write_folder, write_json, write_text
+from retrofit.files import check_output, no_empty_folders, write_folder, write_json, write_text
 from retrofit.fingerprint import difference
+from retrofit.head import gathered
 from retrofit.loading import load_config, load_tokenizer
 from retrofit.table import finite, print_table
 
@@ -72,7 +75,8 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     if resume:
         _check_same_run(recipe, output)
     elif processes.main:
-        check_output(output, overwrite, inputs=[base, data])
+        read = [name for name in (base, recipe.init_adapter, recipe.deepspeed) if name is not None]
+        check_output(output, overwrite, inputs=read, data=[data])
     # the main process looks for all: what one finds while another is at work would differ
     found = _last_whole(recipe, output, console, processes.count) if resume and processes.main else None
     checkpoint = processes.same(found)
@@ -110,7 +114,11 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
         raise RetrofitError(f"the base of the run in {output} is another one than it was started with: {other}")
     sizes = {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()}
-    if processes.main:
+
+    def begin() -> None:
+        """Write the first files, when nothing can be refused any more."""
+        if not processes.main:
+            return
         shutil.rmtree(output / DRAFT, ignore_errors=True)  # of a run that was killed while it saved
         if not resume:
             _clear(output)
@@ -118,12 +126,15 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
             same_run.write(output, this_run)
 
     try:
-        trainer, state = _fit(model, recipe, split, output, checkpoint, console, processes)
+        with no_empty_folders(output):
+            trainer, state = _fit(model, recipe, split, output, checkpoint, begin, console, processes)
         if recipe.streaming:  # only now is it known
             console.print(split.sentence(), highlight=False, soft_wrap=True)
         rows = compare(model, recipe, split, seconds(state), console, processes)
     except KeyboardInterrupt:
         saved = checkpoints(output)
+        if not (output / RECIPE_FILE).is_file():
+            raise  # before the first step: there is nothing to resume
         at = f"at step {step_of(saved[-1])} of {recipe.steps}" if saved else "before its first checkpoint"
         again = f"retrofit distill {shlex.quote(str(output / RECIPE_FILE))} --resume"
         if processes.count > 1:
@@ -194,16 +205,30 @@ def _clear(output: Path) -> None:
         (output / name).unlink(missing_ok=True)
 
 
+class _Begin(TrainerCallback):
+    """Calls a function right before the first step: the trainer has refused by then what it would."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.begin = begin
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Once, after the optimizer and the engine are made."""
+        self.begin()
+
+
 def _fit(
     model: Any,
     recipe: Recipe,
     split: Split,
     output: Path,
     checkpoint: Path | None,
+    begin: Callable[[], None],
     console: Console,
     processes: Processes,
 ) -> tuple[DistillTrainer | None, TrainerState]:
     """Train the memory, from ``checkpoint`` if there is one; no trainer if that is the last step's.
+
+    ``begin`` is called right before the first step.
 
     Raises:
         KeyboardInterrupt: asked to stop; a checkpoint was written.
@@ -216,34 +241,19 @@ def _fit(
     checkpointing: dict[str, Any] = {CHECKPOINTING: recipe.gradient_checkpointing}
     args = DistillArguments(
         output_dir=str(output),
-        max_steps=recipe.steps,
-        per_device_train_batch_size=recipe.batch_size,
         per_device_eval_batch_size=recipe.batch_size,
-        gradient_accumulation_steps=recipe.gradient_accumulation_steps,
-        learning_rate=recipe.lr,
-        warmup_steps=recipe.warmup,
-        weight_decay=recipe.weight_decay,
-        adam_beta2=recipe.adam_beta2,
-        max_grad_norm=recipe.max_grad_norm,
-        loss=recipe.loss,
-        mse_weight=recipe.mse_weight,
-        temperature=recipe.temperature,
-        label_shift=recipe.label_shift,
-        window_sampling=recipe.window_sampling,
-        seed=recipe.seed,
         logging_steps=1,  # a loss is averaged since the last log: one per step stays the same across a resumption
         eval_strategy="steps",
-        eval_steps=recipe.eval_steps,
-        save_steps=recipe.save_steps,
-        save_total_limit=recipe.save_total_limit,
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
         report_to=reporters(recipe.report_to),
+        **{key.argument: getattr(recipe, key.name) for key in settings(Recipe).values() if key.argument},
         **checkpointing,
-        **settings(find_config(recipe.deepspeed)),
+        **trainer_settings(find_config(recipe.deepspeed)),
     )
     trainer = DistillTrainer(model, args, split.train, split.held_out.head(recipe.eval_rows), split.collator)
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(_Begin(begin))
     trainer.add_callback(RunLog(output / "log.jsonl"))
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     done = step_of(checkpoint) if checkpoint else 0

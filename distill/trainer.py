@@ -22,12 +22,13 @@ from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective
 from distill.rows import longer_than
 from distill.windows import check_draws, draw_window
-from distill.zero import gathered, is_partitioned, keep_base_out, partition, window_only
+from distill.zero import is_partitioned, keep_base_out, partition, window_only
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
 from retrofit.evaluate import gap_closed
 from retrofit.families import is_retrofit
 from retrofit.fingerprint import fingerprint
+from retrofit.head import gathered
 from retrofit.hub_errors import first_line
 
 DISTANCES = 20  # powers of two times the window: evaluation tells them apart up to W 2^20 tokens

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -101,19 +101,6 @@ def partition(model: nn.Module, config: dict[str, Any], device: torch.device) ->
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-
-
-@contextmanager
-def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside the block these parameters are whole in every process; every process must come here."""
-    parts = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
-    if not parts:
-        yield
-        return
-    from deepspeed import zero
-
-    with zero.GatheredParameters(parts):
-        yield
 
 
 def keep_base_out(accelerator: Any) -> None:

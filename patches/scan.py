@@ -1,7 +1,8 @@
 """The recurrences that matrix memories share: the readable form, and the chunked form that is used.
 
 All tensors are ``(B, H, T, D)``, gates are ``(B, H, T)``, a state is ``(B, H, D_k, D_v)`` and stays in float32 or
-better.
+better. Several queries may read one state: keys, values, gates and states then have ``H_s`` heads, a divisor of the
+queries' H, and query head ``h`` reads state ``h // (H / H_s)``. Nothing is repeated for that.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from torch.nn.functional import pad
 
 CHUNK = 32  # tokens per chunk: the fastest of 16, 32, 64 and 128 for heads of 64 on a CPU
 STEPWISE = 8  # up to this many tokens the loop beats setting up a chunk
+UNIT_EPS = 1e-6  # inside the root of the l2 norm, as in the published models' kernels
 SEGMENT = 4096  # tokens at a time: beyond 32 MiB the C library asks the system for every temporary anew, page by page
 
 
@@ -46,28 +48,24 @@ def gated_delta_rule_steps(
 
     Args:
         q: queries ``(B, H, T, D_k)``.
-        k: keys ``(B, H, T, D_k)``, of length at most 1 for a stable state.
-        v: values ``(B, H, T, D_v)``.
-        beta: writing strength ``(B, H, T)``; 0 writes nothing.
-        log_decay: log of the decay ``a``, ``(B, H, T)``, at most 0; None means no decay.
-        state: the state before the first token ``(B, H, D_k, D_v)``; None means zero.
+        k: keys ``(B, H_s, T, D_k)``, of length at most 1 for a stable state.
+        v: values ``(B, H_s, T, D_v)``.
+        beta: writing strength ``(B, H_s, T)``; 0 writes nothing.
+        log_decay: log of the decay ``a``, ``(B, H_s, T)``, at most 0; None means no decay.
+        state: the state before the first token ``(B, H_s, D_k, D_v)``; None means zero.
         scale: factor of the reading.
 
     Returns:
         The readings ``(B, H, T, D_v)`` and the state after the last token.
     """
-    if state is None:
-        state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+    state, tokens = _tokens(q, k, v, state, beta, log_decay)
     readings = []
-    for t in range(q.shape[2]):
-        if log_decay is not None:
-            state = state * log_decay[:, :, t, None, None].exp()
-        key = k[:, :, t, :, None]  # (B, H, D_k, 1)
-        error = v[:, :, t] - (key * state).sum(-2)  # (B, H, D_v)
-        state = state + key * (beta[:, :, t, None] * error).unsqueeze(-2)
-        readings.append((q[:, :, t, :, None] * state).sum(-2))
-    out = torch.stack(readings, 2) if readings else torch.zeros_like(v)
-    return out * scale, state
+    for query, key, value, strength, fade in tokens:
+        state = state if fade is None else state * fade
+        error = value - torch.bmm(key.transpose(1, 2), state)  # (B H_s, 1, D_v)
+        state = torch.addcmul(state, key, strength * error)
+        readings.append(torch.bmm(query, state))
+    return _together(readings, q, v, scale), state.unflatten(0, v.shape[:2])
 
 
 def gated_delta_rule_chunks(
@@ -86,18 +84,21 @@ def gated_delta_rule_chunks(
     decays of Gated DeltaNet, arXiv 2412.06464), so that what the chunk writes is ``values - keys S`` with ``values``
     and ``keys`` known beforehand for all chunks; two small products per chunk carry the state from one to the next.
     """
-    B, H, T, D = q.shape
+    B, H, T, D = k.shape
+    queries = q.shape[1] // H  # that read one state
     if state is None:
-        state = q.new_zeros(B, H, D, v.shape[-1])
+        state = k.new_zeros(B, H, D, v.shape[-1])
     if T == 0:
-        return torch.zeros_like(v), state
+        return v.new_zeros(*q.shape[:3], v.shape[-1]), state
     chunk = min(chunk, T)
     if log_decay is None:
         log_decay = torch.zeros_like(beta)
-    q, k, v, beta, log_decay = (_in_chunks(x, chunk) for x in (q, k, v, beta, log_decay))  # (B, H, N, C, ...)
+    k, v, beta, log_decay = (_in_chunks(x, chunk) for x in (k, v, beta, log_decay))  # (B, H, N, C, ...)
+    q = _in_chunks(q, chunk).unflatten(1, (H, queries)).transpose(2, 3)  # (B, H, N, G, C, D_k)
     since, decay = _decays(log_decay)
     keys_down = k.transpose(-1, -2)
-    alike = torch.cat([k, q], -2) @ keys_down  # (.., 2 C, C): keys with keys, queries with keys
+    # keys with keys, and queries with keys: (.., C + G C, C)
+    alike = _stacked(k, q) @ keys_down
 
     system = alike[..., :chunk, :] * (decay * beta.unsqueeze(-1))  # its diagonal is not read: unitriangular
     one = torch.eye(chunk, dtype=q.dtype, device=q.device).expand_as(system)
@@ -106,7 +107,7 @@ def gated_delta_rule_chunks(
     values, keys = (solve @ (torch.cat([v, k * since], -1) * beta.unsqueeze(-1))).split([v.shape[-1], D], -1)
 
     keys_end = keys_down * decay[..., -1:, :]  # (.., D_k, C): what is left of each key when the chunk ends
-    readers = torch.cat([-keys, q * since], -2)  # (.., 2 C, D_k): both products with the state that a chunk starts from
+    readers = _stacked(-keys, q * since.unsqueeze(3))  # (.., C + G C, D_k): all products with the state before a chunk
     state = state.flatten(0, 1)
     from_before, written = [], []
     per_chunk = (x.flatten(0, 1).unbind(1) for x in (readers, values, keys_end, since[..., -1:, :]))
@@ -116,36 +117,42 @@ def gated_delta_rule_chunks(
         state = torch.baddbmm(fade * state, key_end, write)
         from_before.append(read[:, chunk:])
         written.append(write)
-    near = (alike[..., chunk:, :] * decay).flatten(0, 1)
-    out = torch.stack(from_before, 1) + near @ torch.stack(written, 1)  # (B H, N, C, D_v)
-    return out.flatten(1, 2).unflatten(0, (B, H))[:, :, :T] * scale, state.unflatten(0, (B, H))
+    near = _nearby(alike[..., chunk:, :], decay, queries).flatten(0, 1)
+    out = torch.stack(from_before, 1) + near @ torch.stack(written, 1)  # (B H, N, G C, D_v)
+    return _in_order(out.unflatten(0, (B, H)), queries, T, scale), state.unflatten(0, (B, H))
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, state: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    state: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Decayed linear attention in whichever form is faster; arguments as :func:`linear_attention_steps`."""
     form = linear_attention_steps if q.shape[2] <= STEPWISE else linear_attention_chunks
-    return _in_segments(form, (q, k, v, log_decay), state)
+    return _in_segments(form, (q, k, v, log_decay), state, scale=scale)
 
 
 def linear_attention_steps(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, state: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    state: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Decayed linear attention, token by token: ``S <- a S + k v^T;  o = q S`` (as in Mamba2, arXiv 2405.21060).
+    """Decayed linear attention, token by token: ``S <- a S + k v^T;  o = scale q S`` (as in Mamba2, arXiv 2405.21060).
 
-    Args and returns: as :func:`gated_delta_rule_steps`; a writing strength goes into ``k`` or ``v`` beforehand. Several
-    queries may read one state: ``k``, ``v``, ``log_decay`` and ``state`` then have a single head.
+    Args and returns: as :func:`gated_delta_rule_steps`; a writing strength goes into ``k`` or ``v`` beforehand.
     """
-    if state is None:
-        state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
+    state, tokens = _tokens(q, k, v, state, None, log_decay)
     readings = []
-    for t in range(q.shape[2]):
-        if log_decay is not None:
-            state = state * log_decay[:, :, t, None, None].exp()
-        state = state + k[:, :, t, :, None] * v[:, :, t, None, :]
-        readings.append((q[:, :, t, :, None] * state).sum(-2))
-    return torch.stack(readings, 2) if readings else torch.zeros_like(v), state
+    for query, key, value, _, fade in tokens:
+        state = torch.addcmul(state if fade is None else state * fade, key, value)
+        readings.append(torch.bmm(query, state))
+    return _together(readings, q, v, scale), state.unflatten(0, v.shape[:2])
 
 
 def linear_attention_chunks(
@@ -154,27 +161,35 @@ def linear_attention_chunks(
     v: Tensor,
     log_decay: Tensor | None = None,
     state: Tensor | None = None,
+    scale: float = 1.0,
     chunk: int = 2 * CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Decayed linear attention in chunks: the same numbers as :func:`linear_attention_steps`, in matrix products."""
     B, H, T, D = k.shape
+    queries = q.shape[1] // H
     if state is None:
         state = k.new_zeros(B, H, D, v.shape[-1])
     if T == 0:
-        return torch.zeros_like(v), state
+        return v.new_zeros(*q.shape[:3], v.shape[-1]), state
     chunk = min(chunk, T)
     if log_decay is None:
         log_decay = k.new_zeros(B, H, T)
-    q, k, v, log_decay = (_in_chunks(x, chunk) for x in (q, k, v, log_decay))
+    k, v, log_decay = (_in_chunks(x, chunk) for x in (k, v, log_decay))
+    q = _in_chunks(q, chunk).unflatten(1, (H, queries)).transpose(2, 3)  # (B, H, N, G, C, D_k)
     since, decay = _decays(log_decay)
     added = (k.transpose(-1, -2) * decay[..., -1:, :]) @ v  # (B, H, N, D_k, D_v)
     before = []
     for add, fade in zip(added.unbind(2), since[..., -1:, :].unbind(2), strict=True):
         before.append(state)
         state = fade * state + add
-    near = (q @ k.transpose(-1, -2)) * decay
-    out = (q * since) @ torch.stack(before, 2) + near @ v
-    return out.flatten(2, 3)[:, :, :T], state
+    near = _nearby(q.flatten(3, 4) @ k.transpose(-1, -2), decay, queries)
+    out = (q * since.unsqueeze(3)).flatten(3, 4) @ torch.stack(before, 2) + near @ v
+    return _in_order(out, queries, T, scale), state
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x`` scaled to length 1 along its last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
 def _in_segments(
@@ -189,6 +204,48 @@ def _in_segments(
         readings.append(out)
     assert state is not None
     return (readings[0] if len(readings) == 1 else torch.cat(readings, 2)), state
+
+
+def _tokens(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, beta: Tensor | None, log_decay: Tensor | None
+) -> tuple[Tensor, Any]:
+    """The state as ``(B H_s, D_k, D_v)``, and token after token the query ``(.., G, D_k)``, key ``(.., D_k, 1)``, value
+    ``(.., 1, D_v)``, strength and decay ``(.., 1, 1)`` of each state; None where there is no such gate."""
+    B, H, T, D = k.shape
+    state = k.new_zeros(B * H, D, v.shape[-1]) if state is None else state.flatten(0, 1)
+    gates = (beta, None if log_decay is None else log_decay.exp())
+    rows = (
+        q.reshape(B * H, q.shape[1] // H, T, D).unbind(2),
+        k.reshape(B * H, T, D, 1).unbind(1),
+        v.reshape(B * H, T, 1, v.shape[-1]).unbind(1),
+        *([None] * T if gate is None else gate.reshape(B * H, T, 1, 1).unbind(1) for gate in gates),
+    )
+    return state, zip(*rows, strict=True)
+
+
+def _together(readings: list[Tensor], q: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Each token's readings ``(B H_s, G, D_v)`` -> ``(B, H, T, D_v)``, times ``scale``."""
+    if not readings:
+        return v.new_zeros(*q.shape[:3], v.shape[-1])
+    out = torch.stack(readings, 2) if len(readings) > 1 else readings[0].unsqueeze(2)
+    out = out.reshape(*q.shape[:3], -1)
+    return out if scale == 1 else out * scale
+
+
+def _stacked(one: Tensor, several: Tensor) -> Tensor:
+    """``(.., C, D)`` and ``(.., G, C, D)`` below each other: ``(.., C + G C, D)``."""
+    return torch.cat([one.unsqueeze(-3), several], -3).flatten(-3, -2)
+
+
+def _nearby(alike: Tensor, decay: Tensor, queries: int) -> Tensor:
+    """Likenesses ``(.., G C, C)`` of a chunk's queries and keys, each with the decay ``(.., C, C)`` between the two."""
+    return (alike.unflatten(-2, (queries, -1)) * decay.unsqueeze(-3)).flatten(-3, -2)
+
+
+def _in_order(out: Tensor, queries: int, length: int, scale: float) -> Tensor:
+    """``(B, H_s, N, G C, D) -> (B, H_s G, length, D)``, times ``scale``."""
+    out = out.unflatten(3, (queries, -1)).transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :length]
+    return out if scale == 1 else out * scale
 
 
 def _in_chunks(x: Tensor, chunk: int) -> Tensor:

@@ -4,9 +4,9 @@ from patches.errors import RetrofitError
 
 from .adapter import load_adapter, save_adapter
 from .convert import convert_ahn
+from .costs.held import cache_bytes, state_bytes
 from .evaluate import evaluate
 from .hub import push_adapter, push_folder
-from .measure import cache_bytes, state_bytes
 from .patching import patch
 from .peft_hook import register_with_peft
 

@@ -21,6 +21,7 @@ from .fetch import fetch_folder
 from .files import write_folder, write_json, write_text
 from .fingerprint import difference, fingerprint
 from .hub_errors import first_line
+from .loading import refuse_nan
 from .patching import patch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -174,7 +175,8 @@ def load_memory_weights(model: Any, file: str | Path) -> None:
     """Copy a safetensors file's tensors into the memory of ``model``.
 
     Raises:
-        RetrofitError: the file is missing or damaged, or its names or shapes are not exactly the memory's.
+        RetrofitError: the file is missing or damaged, its names or shapes are not exactly the memory's, or a value is
+            not finite.
     """
     parameters = dict(model.memory_parameters())
     try:
@@ -185,6 +187,7 @@ def load_memory_weights(model: Any, file: str | Path) -> None:
             tensors = {name: saved.get_tensor(key) for name, key in names.items()}
     except (SafetensorError, OSError) as error:
         raise RetrofitError(f"{file} is missing, damaged or cut short: {first_line(error)}") from None
+    refuse_nan(str(file), tensors.items())
     with torch.no_grad():
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)

@@ -3,11 +3,9 @@
 import math
 from typing import Any
 
-import torch
-
 from patches.config import MemoryConfig
 
-from .measure import state_bytes
+from .costs.held import row_bytes, state_bytes
 from .patching import patch
 
 
@@ -28,9 +26,3 @@ def equal_memory_window(model: Any) -> int:
     """The window that costs a patched layer as many bytes as the model's window and memory together, rounded up."""
     rows = math.ceil(state_bytes(model) / row_bytes(model.config, model.dtype))
     return model.config.memory["window"] + rows
-
-
-def row_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values in one layer's cache."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_key_value_heads * head_dim * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Talking to a model in the terminal: the tokenizer's own template, and one cache for the whole conversation."""
+"""Prompts in a tokenizer's chat template, and talking to a model in the terminal with one cache for all turns."""
 
 import sys
 from typing import Any
@@ -12,6 +12,43 @@ from patches.errors import RetrofitError
 
 from .generation import Sampling, respond
 from .hub_errors import first_line
+
+
+def check_template(tokenizer: Any) -> None:
+    """Refuse a tokenizer without a chat template.
+
+    Raises:
+        RetrofitError: it has none.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise RetrofitError(
+            "this tokenizer has no chat template: do not pass --chat, or take the model's instruction-tuned version"
+        )
+
+
+def chat_prompt(tokenizer: Any, text: str, begun: str = "") -> str:
+    """``text`` as a user's message, up to where the answer begins; ``begun`` is the answer's beginning.
+
+    Tokenising the prompt gives the token that begins a text once, as the template has it. Reasoning is switched off
+    where a template knows how.
+
+    Raises:
+        RetrofitError: the tokenizer has no chat template, or its template refuses the message.
+    """
+    prompt = _rendered(tokenizer, [{"role": "user", "content": text}], enable_thinking=False)
+    begin = tokenizer.bos_token
+    if begin and prompt.startswith(begin) and tokenizer("", verbose=False)["input_ids"][:1] == [tokenizer.bos_token_id]:
+        prompt = prompt.removeprefix(begin)  # the tokenizer writes it as well
+    return prompt + begun
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]], **variables: Any) -> str:
+    """A conversation as the template writes it, up to where the model's next answer begins."""
+    check_template(tokenizer)
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
+    except TemplateError as error:
+        raise RetrofitError(f"the tokenizer's chat template cannot be used: {first_line(error)}") from None
 
 
 class Chat:
@@ -28,10 +65,7 @@ class Chat:
     """
 
     def __init__(self, model: Any, tokenizer: Any, sampling: Sampling | None = None, seed: int = 0):
-        if not tokenizer.chat_template:
-            raise RetrofitError(
-                "this tokenizer has no chat template: leave --chat away, or take the model's instruction-tuned version"
-            )
+        check_template(tokenizer)
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling or Sampling()
         self.messages: list[dict[str, str]] = []
         self.cache = DynamicCache(config=model.config)
@@ -57,12 +91,8 @@ class Chat:
         return reply
 
     def _tokens(self, messages: list[dict[str, str]]) -> Tensor:
-        try:
-            ids = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-            )
-        except TemplateError as error:
-            raise RetrofitError(f"the tokenizer's chat template cannot be used: {first_line(error)}") from None
+        text = _rendered(self.tokenizer, messages)
+        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")  # the template has written them
         return ids["input_ids"].to(self.model.device)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from patches.errors import RetrofitError
+from patches.kernels import OPS, VARIABLE, find, forced_backends
 from patches.kinds import KINDS
 
 from .hub_errors import first_line
@@ -63,7 +65,7 @@ def examine() -> list[Finding]:
     kernels = list(_kernels())
     uses_fla = any(finding.found.startswith("fla:") for finding in kernels)
     found = [_package(name, version) for name, version in versions.items()]
-    return [*found, _device(versions), _fla(versions, uses_fla), _flash_attention(versions), *kernels]
+    return [*found, _device(versions), _fla(versions, uses_fla), _flash_attention(versions), *_table(), *kernels]
 
 
 def rows(findings: list[Finding]) -> list[dict[str, Any]]:
@@ -156,6 +158,22 @@ def _flash_attention(versions: dict[str, str | None]) -> Finding:
         )
         return Finding(name, "does not import", NOTE, advice)
     return Finding(name, "imports; PyTorch's own attention is used beyond the window")
+
+
+def _table() -> Iterator[Finding]:
+    """What serves each op of the memories in bfloat16 here, training and not; ``RETROFIT_KERNELS`` forces it."""
+    device = "cuda" if gpu() else "cpu"
+    for op in OPS:
+        try:
+            rows = [find(op, device, torch.bfloat16, gradient) for gradient in (True, False)]
+        except RetrofitError as error:
+            yield Finding(op, "fails", BAD, str(error))
+            continue
+        names = [row.backend for row, _, _ in rows]
+        found = names[0] if names[0] == names[1] else f"{names[0]} in training, {names[1]} otherwise"
+        missing = list(dict.fromkeys(reason for *_, reasons in rows for reason in reasons))
+        found += f" (forced: {VARIABLE})" if forced_backends() else ""
+        yield Finding(op, found, NOTE if missing else GOOD, "; ".join(missing))
 
 
 def _kernels() -> Iterator[Finding]:

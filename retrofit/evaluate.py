@@ -10,6 +10,8 @@ from torch import Tensor
 
 from patches.errors import RetrofitError
 
+from .head import chunks, gathered, kl, log_probs
+
 # logits held at once per model, in elements: 64 MiB of fp32
 CHUNK_ELEMENTS = 2**24
 
@@ -136,23 +138,23 @@ def _hidden(model: Any, ids: Tensor, start: int) -> Tensor:
 
 
 def score_hidden(hidden: dict[str, Tensor], head: Any, targets: Tensor) -> dict[str, tuple[Tensor, ...]]:
-    """(nll, kl, correct), each (n,), for every entry (n, E) of ``hidden``; ``teacher``, if there, comes first."""
+    """(nll, kl, correct), each (n,), for every entry (n, E) of ``hidden``; ``teacher``, if there, comes first.
+
+    ``head`` is a linear module; its products are those of :mod:`retrofit.head`, in float32 for 16-bit models too.
+    """
     parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in hidden}
-    chunk = max(1, CHUNK_ELEMENTS // head.out_features)  # its weight may be spread over processes
-    for at in range(0, max(len(targets), 1), chunk):  # an empty chunk if there is nothing to score
-        target = targets[at : at + chunk, None]  # (C, 1)
-        reference = None
-        for name, states in hidden.items():
-            log_probs = head(states[at : at + chunk]).float().log_softmax(-1)  # (C, V)
-            if name == "teacher":
-                reference = log_probs
-            if reference is None:
-                kl = torch.full(target.shape[:1], torch.nan, device=target.device)
-            else:
-                kl = (reference.exp() * (reference - log_probs)).sum(-1)
-            nll = -log_probs.gather(-1, target).squeeze(-1)
-            parts[name].append((nll, kl, log_probs.argmax(-1) == target.squeeze(-1)))
-    return {name: tuple(torch.cat(part) for part in zip(*chunks, strict=True)) for name, chunks in parts.items()}
+    with gathered(head.parameters()):
+        for rows in chunks(len(targets), len(head.weight), CHUNK_ELEMENTS):
+            target = targets[rows, None]  # (C, 1)
+            teacher = None
+            for name, states in hidden.items():
+                log_q = log_probs(states[rows], head.weight, head.bias)  # (C, V)
+                if name == "teacher":
+                    teacher = log_q, log_q.exp()
+                divergence = log_q.new_full(target.shape[:1], torch.nan) if teacher is None else kl(*teacher, log_q)
+                nll = -log_q.gather(-1, target).squeeze(-1)
+                parts[name].append((nll, divergence, log_q.argmax(-1) == target.squeeze(-1)))
+    return {name: tuple(torch.cat(part) for part in zip(*pieces, strict=True)) for name, pieces in parts.items()}
 
 
 def _spread(values: Tensor, scored: Tensor) -> Tensor:

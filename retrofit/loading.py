@@ -1,16 +1,20 @@
 """Loading checkpoints and tokenizers: what transformers says when it cannot, in one sentence."""
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from patches.errors import RetrofitError
 from patches.modeling import refuse_tensor_parallel
 
 from .families import find_family
+from .gguf import locate, name_source, unquantised
 
 SAFELY = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
 MOST_LAYERS = 1000  # several times those of any published model
@@ -18,19 +22,22 @@ WEIGHTS_PER_BYTE = 4  # of the densest quantisation
 
 
 def load_config(path: str, **kwargs: Any) -> Any:
-    """The configuration of a checkpoint (path or Hub id).
+    """The configuration of a checkpoint (path or Hub id; in GGUF, as :func:`retrofit.gguf.locate` takes it).
 
     Raises:
         RetrofitError: there is no such path or id, its ``config.json`` cannot be read, or the family is not supported.
     """
-    if Path(path).is_file():
-        raise RetrofitError(f"{path} is a file: give the checkpoint's folder, or a Hub id")
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise RetrofitError(f"{str(path)!r} has no config.json: it is not a checkpoint folder")
+    where, gguf = locate(path)
+    if Path(where).is_file():
+        raise RetrofitError(f"{path} is a file: give the checkpoint's folder, a GGUF file, or a Hub id")
+    if Path(where).is_dir() and not gguf and not (Path(where) / "config.json").is_file():
+        raise RetrofitError(f"{str(path)!r} has no config.json and no GGUF file: it is not a checkpoint folder")
     try:
-        config = AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **kwargs})
+        config = AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **gguf, **kwargs})
     except Exception as error:  # a damaged configuration can fail anywhere in transformers
         raise RetrofitError(_explain(path, error)) from error
+    if gguf:
+        name_source(config, path)
     find_family(config)
     if config.num_hidden_layers > MOST_LAYERS:
         raise RetrofitError(
@@ -40,21 +47,23 @@ def load_config(path: str, **kwargs: Any) -> Any:
 
 
 def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
-    """A causal LM of a supported family, base or exported retrofit, from a path or Hub id. Weights come in safetensors
-    only.
+    """A causal LM of a supported family, base or exported retrofit, from a path or Hub id. Weights come in safetensors,
+    or in GGUF, whose quantised tensors become ordinary ones.
 
     Args:
-        path: a checkpoint folder or a Hub id.
+        path: a checkpoint folder, a Hub id, or a GGUF file as :func:`retrofit.gguf.locate` takes it.
         **kwargs: for ``from_pretrained`` (``dtype`` defaults to the checkpoint's own).
 
     Raises:
-        RetrofitError: as :func:`load_config`, or weights that are missing, damaged or not in safetensors.
+        RetrofitError: as :func:`load_config`, or weights that are missing, damaged or in another format.
     """
     refuse_tensor_parallel(kwargs)
+    where, gguf = locate(path)
     config = load_config(path, **{key: kwargs[key] for key in ("revision", "token", "cache_dir") if key in kwargs})
     try:
-        _refuse_larger(path, config)
-        model, report = AutoModelForCausalLM.from_pretrained(path, **{**SAFELY, **kwargs, "output_loading_info": True})
+        _refuse_larger(where, config)
+        how = {**SAFELY, **gguf, **kwargs, "output_loading_info": True}
+        model, report = AutoModelForCausalLM.from_pretrained(where, **how)
     except RetrofitError:
         raise
     except Exception as error:  # so can damaged weights, or a keyword that from_pretrained does not know
@@ -64,7 +73,28 @@ def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
         raise RetrofitError(
             f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them: it is not a whole checkpoint"
         )
-    return model
+    refuse_nan(path, model.named_parameters())
+    return unquantised(model, path) if gguf else model
+
+
+def refuse_nan(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights of which one is NaN or infinite: whatever a model computes with it is, too.
+
+    Args:
+        where: begins the sentence.
+        weights: names and tensors; those without storage of their own here (meta) or in 8 bits are passed over.
+
+    Raises:
+        RetrofitError: a value is not finite.
+    """
+    for name, tensor in weights:
+        if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.itemsize < 2:
+            continue
+        least, most = torch.aminmax(tensor.detach())  # both NaN if one value is; no copy is made, as isfinite would
+        if not math.isfinite(least) or not math.isfinite(most):
+            raise RetrofitError(
+                f"{where}: {name} holds NaN or infinite values: the weights are damaged, fetch them again"
+            )
 
 
 def load_tokenizer(path: str, **kwargs: Any) -> Any:
@@ -73,8 +103,9 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     Raises:
         RetrofitError: it has none, or it cannot be read.
     """
+    where, gguf = locate(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **{"trust_remote_code": False, **kwargs})
+        tokenizer = AutoTokenizer.from_pretrained(where, **{"trust_remote_code": False, **gguf, **kwargs})
     except Exception as error:  # tokenizers raise bare Exception on a damaged file
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise RetrofitError(f"{path} has no usable tokenizer ({reason}): save one beside the checkpoint") from None
@@ -119,7 +150,10 @@ def _explain(path: str, error: Exception) -> str:
         return f"there is no folder {path!r}, and the Hub cannot be reached to look for it"
     if "ignore_mismatched_sizes" in text:
         return f"{path}: config.json and weights differ in their shapes: fetch the checkpoint again"
-    if "does not recognize this architecture" in text or "Unrecognized model" in text or "custom code" in text:
+    if "Unknown gguf model_type" in text:
+        return f"transformers cannot read a GGUF of this family from {path}: give the original checkpoint's folder"
+    unknown = ("does not recognize this architecture", "Unrecognized model", "custom code", "GGUF model with arch")
+    if any(words in text for words in unknown):
         return (
             f"{path} is of a family that cannot be retrofitted: the families supported are qwen2, qwen3, llama, mistral"
         )

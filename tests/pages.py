@@ -55,5 +55,5 @@ def anchors(page: Path) -> set[str]:
 def links(page: Path) -> list[str]:
     """Where the links of a page lead, those to other sites left out."""
     prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
-    found = re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r'(?:src|href)="([^"]+)"', prose)
+    found = re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r'(?:src|srcset|href)="([^"]+)"', prose)
     return [link for link in found if not re.match(r"[a-z]+:", link)]

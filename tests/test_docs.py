@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -157,14 +158,19 @@ def _verb(words: list[str]) -> tuple[Any, list[str]]:
 def test_the_readmes_python(at_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen").symlink_to(at_home / "Qwen")
-    first, second = blocks("README.md", "python")
+    (code,) = blocks("README.md", "python")
     names: dict[str, Any] = {"ids": torch.randint(3, 101, (2, 40))}
-    exec(first, names)
+    exec(code, names)
     assert torch.equal(names["teacher"], names["base"](names["ids"]).logits)
-    names["model"] = retrofit.patch(names["base"], "ahn-gdn", window=8, sinks=2)
-    names["rows"] = PackedRows(torch.randint(3, 101, (16 * 40,)), 40)
-    assert "max_steps=600" in second
-    exec(second.replace("max_steps=600", "max_steps=2"), names)
+    assert (tmp_path / "my-model" / "config.json").is_file()
+
+
+def test_a_script_of_ones_own(make_base: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    code = blocks("docs/distillation.md", "python")[1]
+    assert 'output_dir="out", max_steps=600' in code
+    code = code.replace('output_dir="out", max_steps=600', f'output_dir="{tmp_path}", max_steps=2')
+    model = retrofit.patch(make_base("Qwen2"), "ahn-gdn", window=8, sinks=2)
+    exec(code, {"model": model, "rows": PackedRows(torch.randint(3, 101, (16 * 40,)), 40)})
 
 
 def test_lora_beside_a_memory_loads_as_the_page_says(
@@ -180,8 +186,7 @@ def test_lora_beside_a_memory_loads_as_the_page_says(
     (tmp_path / "DIR" / "lora").mkdir()
     save_lora(model, tmp_path / "DIR" / "lora")
     names = {"retrofit": retrofit, "PeftModel": peft.PeftModel, "base": base}
-    (code,) = blocks("docs/distillation.md", "python")
-    exec(code, names)
+    exec(blocks("docs/distillation.md", "python")[0], names)
     assert [name for name, _ in names["model"].named_parameters() if "lora_" in name]
 
 
@@ -235,6 +240,16 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
             reached.add(page)
             open_pages += [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
     assert not set(PAGES) - reached
+
+
+def test_the_plot_is_of_the_figures_beside_it() -> None:
+    folder = ROOT / "docs" / "pictures"
+    names = runpy.run_path(str(folder / "quality.py"))
+    figures = json.loads((folder / "quality.json").read_text())
+    assert all(names["draw"](figures, theme).axes[0].lines for theme in names["THEMES"])
+    table = text_of("docs/figures.md")
+    for name, (_, kl) in figures["memories"].items():
+        assert f"| {name} | {kl} |" in table
 
 
 # ---- memories ----

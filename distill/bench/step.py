@@ -6,13 +6,13 @@ student's cost grows with the length alone.
 
 import copy
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import timer  # waits for the GPU before it reads the clock
 
 import retrofit
 from distill.arguments import DistillArguments
@@ -21,8 +21,9 @@ from distill.objective import teacher_states
 from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
-from retrofit.bench.decode import VOCABULARY, check_hidden, random_base
-from retrofit.bench.timing import interleaved, mib, peak_extra_bytes, ratios, spread
+from retrofit.bench.machine import peak_bytes
+from retrofit.bench.models import RandomModels, prompt
+from retrofit.bench.timing import interleaved, mib, ratios, spread
 from retrofit.evaluate import hidden_states
 
 ONE, TWO, PARTS = "step", "two-model step", "parts, summed"
@@ -39,23 +40,29 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A random Qwen2 of this shape with a memory, and one row of ``length`` tokens."""
+@dataclass(frozen=True, kw_only=True)
+class Case(RandomModels):
+    """A random Qwen2 with one memory, and one row of ``length`` tokens."""
 
     memory: str = "ahn-gdn"
     window: int = 256
-    sinks: int = 4
-    layers: int = 4
     hidden: int = 512
     length: int = 2048
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.window + self.sinks + 1 < self.length:
             raise RetrofitError(f"rows of {self.length} tokens: nothing is scored below {self.window + self.sinks + 2}")
-        check_hidden(self.hidden)
         if not find_kind(self.memory).trainable:
             raise RetrofitError(f"memory {self.memory!r} has nothing to fit: measure one that has")
+        if self.device not in ("cpu", "cuda", "cuda:0"):
+            raise RetrofitError(
+                f"device={self.device!r}: the trainer takes the first GPU; choose it by CUDA_VISIBLE_DEVICES"
+            )
+
+    def model(self, positions: int) -> Any:
+        """The patched model for so many positions, its memory in float32 as it is trained."""
+        return retrofit.patch(self.base(positions), self.memory, self.window, self.sinks)
 
 
 def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:
@@ -65,7 +72,7 @@ def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:
         Rows with ``seconds`` (median; ``_low``, ``_high``), ``ratio`` and what it is a ratio ``to`` (None for the
         parts), ``peak_mib`` (the two whole steps; None where the system does not tell).
     """
-    model = retrofit.patch(random_base(case.layers, case.hidden, 2 * case.length), case.memory, case.window, case.sinks)
+    model = case.model(2 * case.length)
     parts = Parts(model, case, case.length)
     longer = Parts(model, case, 2 * case.length)
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +84,7 @@ def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:
     timed[LONGER] = [sum(each[name] for name in both) for each in longer.rounds[-repeats:]]
     student = [sum(each[name] for name in both) for each in parts.rounds[-repeats:]]
     compared = {ONE: (PARTS, timed[PARTS]), TWO: (ONE, timed[ONE]), LONGER: ("student, T", student)}
-    peaks = {ONE: peak_extra_bytes(_prepare, case, False), TWO: peak_extra_bytes(_prepare, case, True)}
+    peaks = {name: peak_bytes(case.place(), _prepare, case, name == TWO) for name in (ONE, TWO)}
     rows = []
     for name, values in timed.items():
         other, base = compared.get(name, (None, None))
@@ -91,7 +98,7 @@ class Parts:
     """The work a step cannot avoid, each piece timed alone: two forward passes, the loss, the backward pass."""
 
     def __init__(self, model: Any, case: Case, length: int) -> None:
-        self.model, self.batch = model, _batch(length)
+        self.model, self.batch = model, _batch(model, length)
         self.lossless = case.window + case.sinks
         self.rounds: list[dict[str, float]] = []
 
@@ -112,23 +119,25 @@ class Parts:
 
 
 def _timed(seconds: dict[str, float], name: str, work: Callable[[], Any]) -> Any:
-    began = time.perf_counter()
+    began = timer()
     result = work()
-    seconds[name] = time.perf_counter() - began
+    seconds[name] = timer() - began
     return result
 
 
-def _batch(length: int) -> dict[str, Tensor]:
-    ids = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+def _batch(model: Any, length: int) -> dict[str, Tensor]:
+    ids = prompt(model, length)
     return {"input_ids": ids, "labels": ids}
 
 
 def _whole(model: Any, case: Case, folder: str, teacher: Any = None) -> Callable[[], None]:
     """A step as the trainer takes it, optimizer included; with ``teacher``, its states come from that model."""
-    trainer = DistillTrainer(model, DistillArguments(folder, report_to="none", max_steps=1, use_cpu=True))
+    trainer = DistillTrainer(
+        model, DistillArguments(folder, report_to="none", max_steps=1, use_cpu=case.device == "cpu")
+    )
     trainer.create_optimizer_and_scheduler(1)
-    batch = _batch(case.length)
-    count = torch.tensor(case.length - case.window - case.sinks - 1)
+    batch = _batch(model, case.length)
+    count = torch.tensor(case.length - case.window - case.sinks - 1, device=case.place())
 
     def step() -> None:
         if teacher is None:
@@ -154,7 +163,7 @@ def _prepare(case: Case, second: bool) -> Callable[[], None]:
     """For the measured process: a function that builds everything and takes one step."""
 
     def build_and_step() -> None:
-        model = retrofit.patch(random_base(case.layers, case.hidden, case.length), case.memory, case.window, case.sinks)
+        model = case.model(case.length)
         with tempfile.TemporaryDirectory() as folder:
             _whole(model, case, folder, teacher=copy.deepcopy(model) if second else None)()
 

@@ -35,7 +35,7 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """The memory of the decayed rows forgets by this factor at every write; the others do not forget."""
 

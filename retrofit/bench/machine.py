@@ -1,89 +1,79 @@
-"""The machine a benchmark runs on: its device, what it could do at best, and the memory a call holds there."""
+"""Where a benchmark runs, and the most memory that a call holds there."""
 
-import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from patches.errors import RetrofitError
-from retrofit.bench.timing import peak_extra_bytes
-from retrofit.estimate import Device
+from retrofit.costs.estimate import DTYPES
 
-# dense bfloat16 or float16, by what ends torch.cuda.get_device_name(); as the maker gives them
-KNOWN = {"H100 80GB HBM3": Device(989, 3350), "H200": Device(989, 4800)}
-PRODUCT = {"cpu": 1024, "cuda": 8192}  # side of the square matrices that measure the rest
-COPIED = {"cpu": 2**27, "cuda": 2**31}  # bytes: beyond any cache
-TRIES = 10
+STATUS = Path("/proc/self/status")
+PEAK_RESET = Path("/proc/self/clear_refs")  # writing 5 sets the peak back to what is held now (proc(5))
 
 
-def find_device(name: str) -> torch.device:
-    """``cpu``, ``cuda`` or ``cuda:N``.
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where a benchmark runs and in what precision: what every verb's case has.
 
     Raises:
-        RetrofitError: it is another name, or there is no such device.
+        RetrofitError: there is no such device or dtype.
     """
-    kind, _, index = name.partition(":")
-    if kind not in PRODUCT or (index and not index.isdecimal()) or (kind == "cpu" and index):
-        raise RetrofitError(f"device={name!r}: use cpu, cuda or cuda:N")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise RetrofitError(f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
-    return torch.device(name)
 
+    device: str = "cpu"
+    dtype: str = "float32"
 
-def peaks(device: torch.device, dtype: torch.dtype) -> Device:
-    """The maker's figures where they are known, else the best of a few products and copies now, ``TRIES`` of each.
+    def __post_init__(self) -> None:
+        kind, _, index = self.device.partition(":")
+        if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
+            raise RetrofitError(f"device={self.device!r}: use cpu, cuda or cuda:N")
+        if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+            raise RetrofitError(
+                f"device={self.device!r}: torch sees {torch.cuda.device_count()} CUDA devices; use another, or cpu"
+            )
+        if self.dtype not in DTYPES:
+            raise RetrofitError(f"dtype={self.dtype!r} is not known: use {', '.join(DTYPES)}")
 
-    On a shared machine what is measured is what was left of it just then.
-    """
-    if device.type == "cuda" and dtype.itemsize == 2:
-        for ending, known in KNOWN.items():
-            if torch.cuda.get_device_name(device).endswith(ending):
-                return known
-    side, size = PRODUCT[device.type], COPIED[device.type]
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    product = min(_seconds(lambda: a @ b, device) for _ in range(TRIES))
-    copy = min(_seconds(lambda: target.copy_(source), device) for _ in range(TRIES))
-    return Device(tflops=2 * side**3 / product / 1e12, bandwidth=2 * size / copy / 1e9)
+    def place(self) -> torch.device:
+        """The device, made torch's current one: clocks and memory counters read that."""
+        place = torch.device(self.device)
+        if place.type == "cuda":
+            torch.cuda.set_device(place.index or 0)
+        return place
 
-
-def finished(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """``function``, not returning before the device has done what it was given."""
-    if device.type != "cuda":
-        return function
-
-    def call() -> Any:
-        out = function()
-        torch.cuda.synchronize(device)
-        return out
-
-    return call
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        return DTYPES[self.dtype]
 
 
 def peak_bytes(device: torch.device, prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int | None:
-    """Most memory that ``prepare(*arguments)()`` holds beyond what was there before it.
+    """Most memory that a call holds beyond what was there before it.
 
-    On a CPU in a process of its own (:func:`retrofit.bench.timing.peak_extra_bytes`); on CUDA in this one, as torch's
-    allocator counts it.
+    ``prepare(*arguments)`` builds the inputs and returns the function to measure. On CUDA torch's allocator counts.
+    On a CPU the operating system does, in a fresh process: its peak resident size while that function runs, less its
+    resident size just before. Nothing is warmed up there: memory freed by an earlier call could be used again without
+    being seen. (The processes are forked from one that has only imported the libraries.)
 
     Returns:
-        Bytes, or None where the system does not tell.
+        Bytes, or None where the system does not tell (Linux does).
 
     Raises:
         MemoryError: there is not so much.
     """
     try:
-        if device.type == "cpu":
-            return peak_extra_bytes(prepare, *arguments)
-        function = prepare(*arguments)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        finished(function, device)()
-        return torch.cuda.max_memory_allocated(device) - before
+        if device.type == "cuda":
+            return _peak_on_cuda(prepare, arguments)
+        if not PEAK_RESET.exists():
+            return None
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["retrofit"])
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            return pool.submit(_peak_of_this_process, prepare, arguments).result()
     except BrokenProcessPool as error:  # the system ends the process that asks for too much
         raise MemoryError from error
     except RuntimeError as error:
@@ -92,7 +82,25 @@ def peak_bytes(device: torch.device, prepare: Callable[..., Callable[[], object]
         raise
 
 
-def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    began = time.perf_counter()
-    finished(function, device)()
-    return time.perf_counter() - began
+def _peak_on_cuda(prepare: Callable[..., Callable[[], object]], arguments: tuple[Any, ...]) -> int:
+    function = prepare(*arguments)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _peak_of_this_process(prepare: Callable[..., Callable[[], object]], arguments: tuple[Any, ...]) -> int:
+    function = prepare(*arguments)
+    PEAK_RESET.write_text("5")
+    before = _status_bytes("VmRSS")
+    function()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024

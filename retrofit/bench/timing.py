@@ -1,17 +1,16 @@
-"""Time and memory of competing functions: interleaved rounds, and the peak memory of each in its own process."""
+"""Time of competing functions: interleaved rounds, medians and quartiles, two forms of one computation side by side."""
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import timer  # waits for the GPU before it reads the clock
 
 from patches.errors import RetrofitError
+from retrofit.bench.machine import Where, peak_bytes
 
-STATUS = Path("/proc/self/status")
-PEAK_RESET = Path("/proc/self/clear_refs")  # writing 5 sets the peak back to what is held now (proc(5))
 # of verbs that set two forms side by side; the last row holds their ratios
 TIME_AND_MEMORY = {
     "name": ("", ""),
@@ -20,9 +19,12 @@ TIME_AND_MEMORY = {
     "seconds_high": ("quartile", ".3f"),
     "extra_mib": ("peak extra MiB", ",.2f"),
 }
+Arm = TypeVar("Arm")  # whatever names one
+# how far two forms may be apart, relative to their length
+TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 1e-2}
 
 
-def interleaved(arms: Mapping[str, Callable[[], object]], repeats: int, warm_up: bool = True) -> dict[str, list[float]]:
+def interleaved(arms: Mapping[Arm, Callable[[], object]], repeats: int, warm_up: bool = True) -> dict[Arm, list[float]]:
     """Seconds of each arm, ``repeats`` times.
 
     A round runs every arm once, so that a slow spell of the machine hits all alike. One round before the first is not
@@ -33,22 +35,20 @@ def interleaved(arms: Mapping[str, Callable[[], object]], repeats: int, warm_up:
     """
     if repeats < 1:
         raise RetrofitError(f"repeats={repeats}: measure at least once")
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    seconds: dict[Arm, list[float]] = {name: [] for name in arms}
     for counted in range(0 if warm_up else 1, repeats + 1):
         for name, arm in arms.items():
-            began = time.perf_counter()
+            began = timer()
             arm()
             if counted:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(timer() - began)
     return seconds
 
 
-def spread(name: str, values: list[float]) -> dict[str, float]:
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     """``{name: median, name_low: first quartile, name_high: third quartile}``: three columns of a row."""
-    if len(values) == 1:
-        values = values * 2
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {name: median, f"{name}_low": low, f"{name}_high": high}
+    quartiles = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64))
+    return dict(zip((name, f"{name}_low", f"{name}_high"), quartiles.tolist(), strict=True))
 
 
 def ratios(numerator: list[float], denominator: list[float]) -> list[float]:
@@ -56,43 +56,52 @@ def ratios(numerator: list[float], denominator: list[float]) -> list[float]:
     return [a / b for a, b in zip(numerator, denominator, strict=True)]
 
 
-def peak_extra_bytes(prepare: Callable[..., Callable[[], object]], *arguments: Any) -> int | None:
-    """Most memory a call holds beyond what was there before it, as the operating system counts it.
+def side_by_side(
+    prepare: Callable[..., Callable[[], Tensor]],
+    case: Where,
+    names: tuple[str, str],
+    ratio: tuple[str, str],
+    called: str,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """Seconds and peak extra memory of two forms of one computation, and their ratios.
 
-    A fresh process calls ``prepare(*arguments)``, which builds the inputs and returns the function to measure; its peak
-    resident size while that function runs, less its resident size just before, is the answer. Nothing is warmed up
-    first: memory freed by an earlier call could be used again without being seen. (The processes are forked from one
-    that has only imported the libraries: importing takes longer than most measurements.)
+    Args:
+        prepare: ``prepare(case, name)`` makes the inputs and returns the form that is measured, which returns what it
+            computed. It must be a function that another process can import.
+        names: of the two forms.
+        ratio: which of them is divided by which, and what that row is ``called``.
 
     Returns:
-        Bytes, or None where the system does not tell (it does on Linux).
+        A row for each form with ``seconds`` (median; ``_low``, ``_high``) and ``extra_mib`` (None where the system does
+        not tell), then a row with the ratios of both.
+
+    Raises:
+        RetrofitError: the two forms compute different things.
     """
-    if not PEAK_RESET.exists():
-        return None
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["retrofit"])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_peak_extra_bytes, prepare, arguments).result()
+    arms = {name: prepare(case, name) for name in names}
+    check_equal([arm() for arm in arms.values()], TOLERANCES[case.dtype])
+    seconds = interleaved(arms, repeats)
+    arms.clear()  # the measured processes need the memory
+    held = {name: peak_bytes(case.place(), prepare, case, name) for name in names}
+    rows: list[dict[str, Any]] = [
+        {"name": name, **spread("seconds", seconds[name]), "extra_mib": mib(held[name])} for name in names
+    ]
+    over, under = ratio
+    much, little = held[over], held[under]
+    quotient = much / little if much and little else None
+    times = spread("seconds", ratios(seconds[over], seconds[under]))
+    return [*rows, {"name": called, **times, "extra_mib": quotient}]
 
 
-def _peak_extra_bytes(prepare: Callable[..., Callable[[], object]], arguments: tuple[Any, ...]) -> int:
-    function = prepare(*arguments)
-    PEAK_RESET.write_text("5")
-    before = _status_bytes("VmRSS")
-    function()
-    return _status_bytes("VmHWM") - before
-
-
-def _status_bytes(field: str) -> int:
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
+def check_equal(results: Sequence[Tensor], tolerance: float) -> None:
+    """Refuse to compare two forms whose results differ by more than ``tolerance`` of their length."""
+    one, other = results
+    difference = ((one - other).float().norm() / one.float().norm()).item()
+    if math.isnan(difference) or difference > tolerance:
+        raise RetrofitError(f"the two forms differ by {difference:.1e}: their times would compare different things")
 
 
 def mib(held: int | None) -> float | None:
     """Bytes as MiB; None stays None."""
     return None if held is None else held / 2**20
-
-
-def quotient(held: int | None, other: int | None) -> float | None:
-    """How many times ``other`` is ``held``; None if either is unknown or nothing."""
-    return held / other if held and other else None

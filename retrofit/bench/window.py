@@ -11,13 +11,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from patches.config import check_window
 from patches.errors import RetrofitError
 from patches.window import window_attention
-from retrofit.bench.timing import TIME_AND_MEMORY, interleaved, mib, peak_extra_bytes, quotient, ratios, spread
+from retrofit.bench.machine import Where
+from retrofit.bench.timing import TIME_AND_MEMORY, side_by_side
 
 COLUMNS = TIME_AND_MEMORY
+DENSE, BLOCKED = "dense mask", "blocked"
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class Case(Where):
     """One attention layer's work: T tokens, H query heads on H_kv key/value heads of D, window W and S sinks."""
 
     length: int = 16384
@@ -29,6 +31,7 @@ class Case:
     backward: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_window(self.window, self.sinks)
         if self.length <= self.window + self.sinks:
             raise RetrofitError(
@@ -39,88 +42,44 @@ class Case:
 
 
 def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:
-    """Seconds and peak extra memory of both forms, and their ratios.
+    """Seconds and peak extra memory of both forms, and their ratios: see :func:`side_by_side`.
 
-    The dense arm is given its mask ready made in the timed runs, since a model builds it once for all layers; in the
-    measured memory the mask is included, since the model has to hold it.
-
-    Returns:
-        Rows ``dense mask`` and ``blocked`` with ``seconds`` (median; ``_low``, ``_high``) and ``extra_mib``, then the
-        row ``dense / blocked`` with the ratios of both.
+    The dense form has its mask from the second call on, since a model builds it once for all layers: the time is
+    without it, the memory, which is that of a first call, with it.
     """
-    dense, blocked = prepare_dense(case), prepare_blocked(case)
-    mask = dense_mask(case)
-    _check_equal(dense(mask), blocked())
-    seconds = interleaved({"dense mask": lambda: dense(mask), "blocked": blocked}, repeats)
-    bytes_ = {
-        "dense mask": peak_extra_bytes(_prepare_dense_with_mask, case),
-        "blocked": peak_extra_bytes(prepare_blocked, case),
-    }
-    rows: list[dict[str, Any]] = [
-        {"name": name, **spread("seconds", seconds[name]), "extra_mib": mib(bytes_[name])} for name in seconds
-    ]
-    ratio = spread("seconds", ratios(seconds["dense mask"], seconds["blocked"]))
-    return [*rows, {"name": "dense / blocked", **ratio, "extra_mib": quotient(*bytes_.values())}]
+    return side_by_side(prepare, case, (DENSE, BLOCKED), (DENSE, BLOCKED), "dense / blocked", repeats)
 
 
 def dense_mask(case: Case) -> Tensor:
     """(T, T), True where a query sees a key: the last W tokens and the first S."""
-    t = torch.arange(case.length)[:, None]
-    j = torch.arange(case.length)
+    j = torch.arange(case.length, device=case.place())
+    t = j[:, None]
     return (j <= t) & ((j > t - case.window) | (j < case.sinks))  # booleans only: t - j would take 8 T^2 bytes
 
 
-def prepare_dense(case: Case) -> Callable[[Tensor], Tensor]:
-    """Inputs, and the dense form on them: the mask in, (B, T, H, D) out."""
-    q, k, v = _inputs(case)
+def prepare(case: Case, form: str) -> Callable[[], Tensor]:
+    """Inputs, and one form on them: (B, T, H, D) out."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, case.length, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads)]
+    inputs = [torch.randn(shape, generator=generator).to(case.place(), case.torch_dtype()) for shape in shapes]
+    q, k, v = (x.requires_grad_(case.backward) for x in inputs)
+    masks: list[Tensor] = []
 
-    def dense(mask: Tensor) -> Tensor:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-        return _finish(out, q, k, v)
-
-    return dense
-
-
-def _prepare_dense_with_mask(case: Case) -> Callable[[], Tensor]:
-    dense = prepare_dense(case)
-    return lambda: dense(dense_mask(case))
-
-
-def prepare_blocked(case: Case) -> Callable[[], Tensor]:
-    """The same inputs, and the blocked form on them: (B, T, H, D) out."""
-    q, k, v = _inputs(case)
+    def dense() -> Tensor:
+        if not masks:
+            masks.append(dense_mask(case))
+        return scaled_dot_product_attention(q, k, v, attn_mask=masks[0], enable_gqa=True).transpose(1, 2)
 
     def blocked() -> Tensor:
         before = k.new_zeros(1, case.kv_heads, case.window, case.head_dim)  # there is nothing before slot 0
-        out = window_attention(
-            q,
-            torch.cat([before, k], 2),
-            torch.cat([before, v], 2),
-            k[:, :, : case.sinks],
-            v[:, :, : case.sinks],
-            window=case.window,
-            start=0,
-            scale=case.head_dim**-0.5,
-        )
-        return _finish(out, q, k, v)
+        stream = (torch.cat([before, x], 2) for x in (k, v))
+        sinks = (x[:, :, : case.sinks] for x in (k, v))
+        return window_attention(q, *stream, *sinks, window=case.window, start=0, scale=case.head_dim**-0.5)
 
-    return blocked
+    def arm() -> Tensor:
+        out = dense() if form == DENSE else blocked()
+        if case.backward:
+            torch.autograd.grad(out.sum(), (q, k, v))
+        return out.detach()
 
-
-def _inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, heads, case.length, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads)]
-    q, k, v = (torch.randn(shape, generator=generator, requires_grad=case.backward) for shape in shapes)
-    return q, k, v
-
-
-def _finish(out: Tensor, *inputs: Tensor) -> Tensor:
-    if out.requires_grad:
-        torch.autograd.grad(out.sum(), inputs)
-    return out.detach()
-
-
-def _check_equal(dense: Tensor, blocked: Tensor) -> None:
-    difference = (dense - blocked).abs().max().item()
-    if not difference < 1e-4:
-        raise RetrofitError(f"the two forms differ by {difference:.1e}: these timings would compare different things")
+    return arm

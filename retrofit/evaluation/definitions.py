@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from patches.errors import RetrofitError
+from retrofit.chat import chat_prompt
 
 from .samples import Metric, Sample, Task
 
@@ -108,7 +109,8 @@ class Rows:
         text = truncated(
             self.tokenizer, text, self.benchmark.max_length, self.benchmark.truncate, question.max_new_tokens
         )
-        return chat_prompt(self.tokenizer, text) if question.chat else text
+        templated = question.chat and getattr(self.tokenizer, "chat_template", None)
+        return chat_prompt(self.tokenizer, text) if templated else text
 
     def _read(self) -> Iterator[dict[str, Any]]:
         file = self.benchmark.file.format(task=self.task)
@@ -139,21 +141,6 @@ def truncated(tokenizer: Any, text: str, max_length: int, keep: str, max_new_tok
     else:
         pieces = [ids[: max_length // 2], ids[-(max_length // 2) :]]
     return "".join(tokenizer.decode(piece, skip_special_tokens=True) for piece in pieces)
-
-
-def chat_prompt(tokenizer: Any, text: str) -> str:
-    """``text`` as a user's message, up to where the answer begins; as it is if the tokenizer has no chat template.
-
-    Reasoning is switched off where a template knows how.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        return text
-    messages = [{"role": "user", "content": text}]
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    begin = tokenizer.bos_token
-    if begin and prompt.startswith(begin) and tokenizer("", verbose=False)["input_ids"][:1] == [tokenizer.bos_token_id]:
-        prompt = prompt.removeprefix(begin)  # tokenising the prompt brings it a second time
-    return prompt
 
 
 def _find(source: str, benchmark: Benchmark, file: str, archive: str | None) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from patches.errors import RetrofitError, nearest
+from retrofit.chat import check_template
 from retrofit.files import write_json
 from retrofit.table import finite
 
@@ -72,8 +73,8 @@ def run_harness(
     details = {"tokenizer": tokenizer.name_or_path, **(metadata or {})}
     lengths = list(details.get("max_seq_lengths", RULER_LENGTHS[:1]))
     _check_ruler(names, lengths)  # before the tasks are looked for, which takes seconds
-    if apply_chat_template and tokenizer.chat_template is None:
-        raise RetrofitError("this tokenizer has no chat template: leave it off, or evaluate a chat model")
+    if apply_chat_template:
+        check_template(tokenizer)
     manager = TaskManager(include_path=include_path, metadata=details)
     for name in names:
         if name not in manager.all_tasks and not Path(name).is_file():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patches.errors import RetrofitError, nearest
+from retrofit.chat import chat_prompt
 from retrofit.evaluation.haystack import fill, invented, noise, sentences_of
 from retrofit.evaluation.samples import Sample, Task
 
@@ -190,10 +191,7 @@ def _passkey(
 
 def _asked(question: str, begun: str, tokenizer: Any) -> str:
     """The prompt: the question, and the beginning of the answer; inside a chat template if there is a tokenizer."""
-    if tokenizer is None:
-        return f"{question} {begun}"
-    turns = [{"role": "user", "content": question}]
-    return f"{tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)}{begun}"
+    return f"{question} {begun}" if tokenizer is None else chat_prompt(tokenizer, question, begun)
 
 
 def _different(count: int, draw: Callable[[], str]) -> list[str]:

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from patches.errors import RetrofitError
+from retrofit.chat import check_template
+from retrofit.costs.held import state_bytes
 from retrofit.evaluate import gap_closed
 from retrofit.evaluation.benchmarks import departures, load_benchmark
 from retrofit.evaluation.contenders import WINDOW_ONLY, Contender, load_contenders, lossless, ready
@@ -25,10 +27,9 @@ from retrofit.evaluation.recall import recall_means, score_recall
 from retrofit.evaluation.runner import means, run_tasks
 from retrofit.evaluation.samples import Sample, Task
 from retrofit.evaluation.settings import Settings
-from retrofit.evaluation.store import ResultStore
+from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.evaluation.text import by_distance, score_text
-from retrofit.files import write_json
-from retrofit.measure import state_bytes
+from retrofit.files import check_file, check_output, write_json
 from retrofit.table import finite
 
 SUMMARY = "eval.json"
@@ -41,11 +42,15 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
     Raises:
         RetrofitError: as the loaders and the parts; results of other settings in ``output``.
     """
+    inputs = [settings.model, *settings.adapters, settings.data, settings.haystack, settings.benchmark_data]
+    check_output(output, overwrite=True, data=[] if settings.data is None else [settings.data])
+    for name in (SUMMARY, RESULTS):
+        check_file(output / name, inputs)
     rows, tokenizer = load_contenders(
         settings.model, settings.adapters, window=settings.window, sinks=settings.sinks, dtype=settings.dtype
     )
-    if settings.chat and tokenizer.chat_template is None:
-        raise RetrofitError(f"the tokenizer of {settings.model} has no chat template: leave --chat away")
+    if settings.chat:
+        check_template(tokenizer)
     budget = lossless(rows)
     lengths = settings.lengths or (max(2 * budget, SHORTEST), max(4 * budget, 2 * SHORTEST))
     sequences = None

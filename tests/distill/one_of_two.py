@@ -12,9 +12,10 @@ from torch import Tensor
 import retrofit
 from distill.arguments import DistillArguments
 from distill.data import PackedRows
-from distill.processes import join, settings
+from distill.processes import join, trainer_settings
 from distill.trainer import DistillTrainer
-from distill.zero import find_config, gathered, is_partitioned
+from distill.zero import find_config, is_partitioned
+from retrofit.head import gathered
 from tests.conftest import tiny_base
 
 STEPS, STOP, GLOBAL_BATCH = 4, 2, 4
@@ -75,7 +76,7 @@ def main(folder: Path, mode: str, dtype: str) -> None:
     processes = join(deepspeed=config is not None)
     batch = GLOBAL_BATCH // processes.count
     drawn = []
-    straight = trainer_of(folder / "straight", batch, getattr(torch, dtype), **settings(config))
+    straight = trainer_of(folder / "straight", batch, getattr(torch, dtype), **trainer_settings(config))
     set_window = straight.model.set_window
     straight.model.set_window = lambda window, sinks: (drawn.append((window, sinks)), set_window(window, sinks))
     straight.train()
@@ -96,7 +97,7 @@ def main(folder: Path, mode: str, dtype: str) -> None:
     straight.save_model(str(folder / "adapter"))
     trained = weights(straight)
     AcceleratorState._reset_state()  # a second run in this process would find the first one's engine
-    again = trainer_of(folder / "again", batch, getattr(torch, dtype), **settings(config))
+    again = trainer_of(folder / "again", batch, getattr(torch, dtype), **trainer_settings(config))
     torch.manual_seed(99)  # whatever state the new process is in
     again.train(resume_from_checkpoint=str(folder / "straight" / f"checkpoint-{STOP}"))
     resumed = weights(again)

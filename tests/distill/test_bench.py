@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import retrofit
 from distill.bench import loss, step
 from patches.errors import RetrofitError
-from retrofit.bench.decode import random_base
+from retrofit.bench import timing
 
 
 def test_loss_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     held = iter([6 * 2**20, 2**20])  # each would start a process
-    monkeypatch.setattr(loss, "peak_extra_bytes", lambda prepare, *a: prepare(*a)() is not None and next(held))
+    monkeypatch.setattr(timing, "peak_bytes", lambda _, prepare, *a: prepare(*a)() is not None and next(held))
     naive, chunked, ratio = loss.run(loss.Case(positions=9, width=4, vocabulary=30), repeats=2)
     assert [row["name"] for row in (naive, chunked, ratio)] == ["naive", "chunked", "chunked / naive"]
     assert [row["extra_mib"] for row in (naive, chunked, ratio)] == [6, 1, 1 / 6]
@@ -31,8 +30,8 @@ def test_losses_that_differ_are_not_compared(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_step_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(step, "peak_extra_bytes", lambda prepare, case, second: asked.append(second) or 2**20)
-    case = step.Case("ahn-dn", window=8, sinks=2, layers=1, hidden=128, length=40)
+    monkeypatch.setattr(step, "peak_bytes", lambda _, prepare, case, second: asked.append(second) or 2**20)
+    case = step.Case(memory="ahn-dn", window=8, sinks=2, layers=1, hidden=128, length=40)
     rows = {row["name"]: row for row in step.run(case, repeats=2)}
     assert asked == [False, True]
     parts = (step.TEACHER, step.STUDENT, step.LOSS, step.BACKWARD)
@@ -44,8 +43,8 @@ def test_step_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_steps_leave_the_same_gradient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    case = step.Case("ahn-dn", window=8, sinks=2, layers=1, hidden=128, length=40)
-    model = retrofit.patch(random_base(1, 128, 40), case.memory, case.window, case.sinks)
+    case = step.Case(memory="ahn-dn", window=8, sinks=2, layers=1, hidden=128, length=40)
+    model = case.model(40)
     found = []
     monkeypatch.setattr(
         torch.optim.AdamW,

@@ -390,11 +390,11 @@ def test_a_memory_that_cannot_follow_drawn_windows_is_refused_before_training(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"window_sampling": "random"}, "window_sampling is 'random', not one of fixed, ahn"),
-        ({"label_shift": "nxt"}, "label_shift is 'nxt', not one of next, ahn (did you mean 'next'?)"),
-        ({"temperature": 0.0}, "temperature is 0.0: it must be above 0"),
-        ({"loss": "kld"}, "loss is 'kld', not one of kl, ce, mse (did you mean 'kl'?)"),
-        ({"mse_weight": -1.0}, "mse_weight is -1.0: it must be 0 or more"),
+        ({"window_sampling": "random"}, "window_sampling: 'random' is not one of fixed, ahn"),
+        ({"label_shift": "nxt"}, "label_shift: 'nxt' is not one of next, ahn (did you mean 'next'?)"),
+        ({"temperature": 0.0}, "temperature: 0.0 is out of range, it must be more than 0 and at most 1000"),
+        ({"loss": "kld"}, "loss: 'kld' is not one of kl, ce, mse (did you mean 'kl'?)"),
+        ({"mse_weight": -1.0}, "mse_weight: -1.0 is out of range, it must be 0 or more"),
     ],
 )
 def test_arguments_are_checked(settings: dict[str, Any], said: str) -> None:

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 import retrofit
 from patches.errors import RetrofitError
-from retrofit.baselines import equal_memory_window, row_bytes, window_only
+from retrofit.baselines import equal_memory_window, window_only
+from retrofit.costs.held import row_bytes
 from retrofit.evaluate import evaluate, gap_closed
 
 W, S = 6, 2

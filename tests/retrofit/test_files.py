@@ -2,12 +2,15 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from patches.errors import RetrofitError
-from retrofit.files import check_output, write_folder, write_json, write_text
+from retrofit.files import check_file, check_output, write_folder, write_json, write_text
 
 
 def names(folder: Path) -> list[str]:
@@ -84,8 +87,9 @@ def test_places_where_no_folder_can_be(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(RetrofitError, match=r"current folder.*choose a folder inside it"):
             check_output(place)
     assert check_output("out") == Path("out")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
     with pytest.raises(RetrofitError, match="mount point"):
-        check_output(Path("/proc"), overwrite=True)
+        check_output("disk", overwrite=True)
 
 
 def test_an_output_that_holds_an_input(tmp_path: Path) -> None:
@@ -96,6 +100,63 @@ def test_an_output_that_holds_an_input(tmp_path: Path) -> None:
             check_output(place, overwrite=True, inputs=[base])
     check_output(base / "out", inputs=[base, "user/hub-id", tmp_path / "not-there"])
     check_output(tmp_path / "runs" / "other", inputs=[base])
+
+
+def test_an_output_inside_the_data(tmp_path: Path) -> None:
+    """What a run writes would be read as data by the next one, or by this one while it streams."""
+    data = tmp_path / "corpus"
+    data.mkdir()
+    for place in (data, data / "out", data / "deep" / "out"):
+        with pytest.raises(RetrofitError, match=r"corpus, which is read here: choose another output folder"):
+            check_output(place, overwrite=True, data=[data])
+    (data / "text.txt").write_text("one")
+    check_output(tmp_path / "out", data=[data, data / "text.txt", "user/hub-id"])
+
+
+@pytest.mark.parametrize("check", [check_output, check_file])
+def test_places_that_cannot_be_written(check: Callable[[Path], object], tmp_path: Path) -> None:
+    for name, target in (("loop", "loop"), ("here", "there"), ("there", "here")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    (tmp_path / "file").write_text("")
+    refused = [tmp_path / "loop", tmp_path / "loop" / "out", tmp_path / "here", tmp_path / ("x" * 300), Path("a\0b")]
+    for place in [*refused, Path("/proc/nothing/out"), tmp_path / "file" / "out"]:
+        with pytest.raises(RetrofitError, match="choose another"):
+            check(place)
+    assert names(tmp_path) == ["file", "here", "loop", "there"]
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    check(tmp_path / "dangling")
+
+
+def test_a_file_that_would_replace_an_input(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(base)
+    for place in (base / "config.json", tmp_path / "link" / "config.json"):
+        for read in (base, base / "config.json"):
+            with pytest.raises(RetrofitError, match=r"which is read here: choose another file"):
+                check_file(place, inputs=[read])
+    with pytest.raises(RetrofitError, match="is a folder"):
+        check_file(base)
+    check_file(base / "new.json", inputs=[base, "user/hub-id"])
+    check_file(tmp_path / "deep" / "new.json", inputs=[base])
+    assert names(tmp_path) == ["base", "link"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_what_is_written_is_as_readable_as_any_file(mask: int, tmp_path: Path) -> None:
+    """Weights too: safetensors writes them for their owner alone."""
+    before = os.umask(mask)
+    try:
+        with write_folder(tmp_path / "out") as draft:
+            save_file({"a": torch.ones(1)}, draft / "a.safetensors")
+            (draft / "inside").mkdir()
+            save_file({"a": torch.ones(1)}, draft / "inside" / "b.safetensors")
+        write_text(tmp_path / "text", "one")
+    finally:
+        os.umask(before)
+    for path in tmp_path.rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
 
 
 def test_text_and_json_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

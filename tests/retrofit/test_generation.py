@@ -91,7 +91,7 @@ def test_a_template_that_rewrites_what_was_said(base: PreTrainedModel, tokenizer
 
 def test_no_template_or_one_that_refuses(base: PreTrainedModel, tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    with pytest.raises(RetrofitError, match="no chat template: leave --chat away"):
+    with pytest.raises(RetrofitError, match="no chat template: do not pass --chat"):
         Chat(base, tokenizer)
     for broken in ("{{ raise_exception('only one turn') }}", "{% for %}"):
         tokenizer.chat_template = broken

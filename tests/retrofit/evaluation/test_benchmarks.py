@@ -12,7 +12,7 @@ import pytest
 from patches.errors import RetrofitError
 from retrofit.evaluation import chinese
 from retrofit.evaluation.benchmarks import BENCHMARKS, departures, load_benchmark
-from retrofit.evaluation.definitions import chat_prompt, truncated
+from retrofit.evaluation.definitions import truncated
 
 TEMPLATE = "{% for m in messages %}<u>{{ m['content'] }}</u>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 
@@ -129,22 +129,6 @@ def test_long_prompts_are_cut_before_the_template(tmp_path, chat_tokenizer, monk
     (sample,) = task.samples
     assert len(sample.prompt) == 100 - 32 + len("<u></u><a>")
     assert sample.prompt.endswith("Question: WHO?\nAnswer:</u><a>")
-
-
-def test_a_template_does_not_bring_the_first_token_twice(byte_tokenizer, monkeypatch):
-    monkeypatch.setattr(byte_tokenizer, "chat_template", "<bos>" + TEMPLATE)
-    assert chat_prompt(byte_tokenizer, "x") == "<bos><u>x</u><a>", "this tokenizer adds none itself"
-
-    class Adding:
-        chat_template, bos_token, bos_token_id = "yes", "<bos>", 1
-
-        def __call__(self, text, **_):
-            return {"input_ids": [1, *text.encode()]}
-
-        def apply_chat_template(self, messages, **_):
-            return "<bos>" + messages[0]["content"]
-
-    assert chat_prompt(Adding(), "x") == "x"
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,23 @@
 """Probes made on the spot: what they hide is there, where and as long as asked for, and judged as it should be."""
 
+import copy
+import json
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from patches.errors import RetrofitError
+from retrofit.evaluation.benchmarks import load_benchmark
 from retrofit.evaluation.haystack import NOISE, fill, invented, sentences_of
 from retrofit.evaluation.needle import ANSWER_TOKENS, NAMES, all_found, needle_tasks
 from retrofit.evaluation.recall import plain_tokens, sequence
+from retrofit.evaluation.runner import read_prompt
 from retrofit.evaluation.samples import Sample
 
 # how many needles are hidden, and how many answers are asked for
@@ -92,6 +98,32 @@ def test_through_the_chat_template(byte_tokenizer: PreTrainedTokenizerFast) -> N
         byte_tokenizer.chat_template = None
     assert sample.prompt.startswith("<user>There is an important info")
     assert sample.prompt.endswith("<me>The pass key is")
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["template", "template and tokenizer"])
+def test_a_chat_prompt_begins_once(adds: bool, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Llama's tokenizer and its template both write the token that begins a text; of every prompt one is read."""
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = "<bos>{% for turn in messages %}<u>{{ turn['content'] }}{% endfor %}<me>"
+    if adds:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 1)])
+    row = {"context": "c", "input": "who?", "answers": ["Ann"], "all_classes": None, "_id": "x", "length": 3}
+    (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n")
+    (published,) = load_benchmark("longbench", str(tmp_path), tokenizer, tasks=["hotpotqa"])
+    tasks = needle_tasks(NAMES, tokenizer, [1600], [0.5], samples=1, chat=True)
+    for sample in (sample for task in [published, *tasks] for sample in task.samples):
+        ids = read_prompt(tokenizer, sample)[0].tolist()
+        assert ids[0] == tokenizer.bos_token_id
+        assert ids.count(tokenizer.bos_token_id) == 1, sample.task
+
+
+def test_a_template_that_refuses(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    with pytest.raises(RetrofitError, match="no chat template: do not pass --chat"):
+        made("passkey", tokenizer, chat=True)
+    tokenizer.chat_template = "{{ raise_exception('no system turn') }}"
+    with pytest.raises(RetrofitError, match="chat template cannot be used: no system turn"):
+        made("passkey", tokenizer, chat=True)
 
 
 def test_what_cannot_be_asked(byte_tokenizer: PreTrainedTokenizerFast) -> None:

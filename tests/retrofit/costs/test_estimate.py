@@ -14,9 +14,9 @@ from patches.errors import RetrofitError
 from patches.kinds import KINDS
 from retrofit import bases
 from retrofit.bases import base_config, built_in
-from retrofit.estimate import Device, cache_parts, estimate, layer_memories
+from retrofit.costs.estimate import Device, cache_parts, estimate, layer_memories
+from retrofit.costs.paper import paper_rows
 from retrofit.flops import Shape, forward_flops, memory_flops, seen_keys
-from retrofit.paper_table import paper_rows
 from tests.helpers import S, W, awake, feed, tokens
 
 MakeBase = Callable[..., PreTrainedModel]

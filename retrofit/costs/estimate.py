@@ -13,11 +13,10 @@ from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
 from patches.kinds import build_memory, find_kind
 from patches.memory import Memory, WindowOnly
-
-from .baselines import row_bytes
-from .bases import base_config
-from .flops import Shape, forward_flops
-from .patching import skeleton
+from retrofit.bases import base_config
+from retrofit.costs.held import row_bytes
+from retrofit.flops import Shape, forward_flops
+from retrofit.patching import skeleton
 
 COLUMNS = {
     "name": ("", ""),

@@ -15,6 +15,12 @@ def state_bytes(model: Any) -> int:
     return max(memory.state_bytes(model.dtype) for memory in model.model.memories().values())
 
 
+def row_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values in one layer's cache."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_key_value_heads * head_dim * dtype.itemsize
+
+
 def _tensors(layer: Any) -> list[torch.Tensor]:
     if hasattr(layer, "tensors"):
         return layer.tensors()

@@ -13,26 +13,27 @@ import retrofit
 from cli import app
 from patches.errors import RetrofitError
 from patches.kinds import KINDS
-from retrofit.bench import machine, run
-from retrofit.bench.timing import PEAK_RESET
-from retrofit.estimate import Device
+from retrofit.bench import machine, roofline, run
+from retrofit.bench.models import FULL, prompt
+from retrofit.costs.estimate import Device
 from retrofit.evaluation.feeding import prefill
 from tests.helpers import awaken
 
 BEST = Device(tflops=1e-3, bandwidth=1)
-TINY = {"window": 16, "sinks": 2, "layers": 1, "hidden": 128, "tokens": 2, "chunk": 24, "best": BEST}
+PEAKS = {"peak_tflops": 1e-3, "bandwidth": 1.0}
+TINY = {"window": 16, "sinks": 2, "layers": 1, "hidden": 128, "tokens": 2, "chunk": 24, **PEAKS}
 
 
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peak memory without a process for each measurement: what would be measured is called, and holds 3 MiB."""
-    monkeypatch.setattr(machine, "peak_extra_bytes", lambda prepare, *given: prepare(*given)() and 3 * 2**20)
+    monkeypatch.setattr(run, "peak_bytes", lambda _, prepare, *given: prepare(*given)() and 3 * 2**20)
 
 
 @pytest.mark.usefixtures("no_processes")
 def test_every_memory_beside_full_attention_and_the_window() -> None:
-    rows = run.run(run.Case(("all",), (12, 64), **{**TINY, "window": 32}), repeats=1)
-    names = [run.FULL, *KINDS]
+    rows = run.run(run.Case(memories=("all",), lengths=(12, 64), **{**TINY, "window": 32}), repeats=1)
+    names = [FULL, *KINDS]
     assert [(row["name"], row["length"]) for row in rows] == [(name, length) for length in (12, 64) for name in names]
     for row in rows:
         for columns in run.TABLES.values():
@@ -51,12 +52,12 @@ def test_every_memory_beside_full_attention_and_the_window() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_arm_is_one_model_however_it_is_fed(kind: str) -> None:
     """In chunks, in one call, and decoded behind either: what is timed is one computation."""
-    case = run.Case((kind,), (90,), **TINY)
+    case = run.Case(memories=(kind,), lengths=(90,), **TINY)
     if kind == "kvm":
-        case = run.Case((kind,), (90,), **{**TINY, "window": 32})
-    base = run.load(case).double()
-    model = awaken(run.contender(case, base, kind))
-    ids = run.prompt(model, 90, torch.device("cpu"))
+        case = run.Case(memories=(kind,), lengths=(90,), **{**TINY, "window": 32})
+    base = case.load().double()
+    model = awaken(case.arm(base, kind))
+    ids = prompt(model, 90)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[0, -1]
         for chunk in (24, 90):
@@ -66,49 +67,49 @@ def test_an_arm_is_one_model_however_it_is_fed(kind: str) -> None:
 
 
 def test_arms_that_differ_within_the_window_are_not_compared() -> None:
-    case = run.Case((), (64,), **TINY)
-    base = run.load(case)
-    models = {name: run.contender(case, base, name) for name in run.names(case, base)}
+    case = run.Case(lengths=(64,), **TINY)
+    base = case.load()
+    models = {name: case.arm(base, name) for name in case.names(base)}
     with torch.no_grad():
-        run.check_alike(models, torch.device("cpu"))
-        other = run.random_base(2, 128, 64)
+        run.check_alike(models)
+        other = run.Case(layers=2, hidden=128).base(64)
         with pytest.raises(RetrofitError, match="different models"):
-            run.check_alike(models | {"another": other}, torch.device("cpu"))
+            run.check_alike(models | {"another": other})
 
 
 @pytest.mark.usefixtures("no_processes")
 def test_an_exported_model_is_measured_with_its_own_memory(tmp_path: Path, make_base: Callable[..., Any]) -> None:
     base = make_base("Llama")
     awaken(retrofit.patch(base, "joint", window=8, sinks=2)).save_pretrained(tmp_path / "model")
-    case = run.Case((), (40,), str(tmp_path / "model"), tokens=2, best=BEST)
-    loaded = run.load(case)
-    assert run.names(case, loaded) == [run.FULL, "none", "joint"]
-    ids = run.prompt(base, 40, torch.device("cpu"))
+    case = run.Case(lengths=(40,), model=str(tmp_path / "model"), tokens=2, **PEAKS)
+    loaded = case.load()
+    assert case.names(loaded) == [FULL, "none", "joint"]
+    ids = prompt(base, 40)
     with torch.no_grad():
-        assert torch.equal(run.contender(case, loaded, run.FULL)(ids).logits, base(ids).logits)
+        assert torch.equal(case.arm(loaded, FULL)(ids).logits, base(ids).logits)
         bare = retrofit.patch(base, "none", window=8, sinks=2)
-        assert torch.equal(run.contender(case, loaded, "none")(ids).logits, bare(ids).logits)
-    assert run.contender(case, loaded, "joint") is loaded
+        assert torch.equal(case.arm(loaded, "none")(ids).logits, bare(ids).logits)
+    assert case.arm(loaded, "joint") is loaded
     rows = run.run(case, repeats=1)
-    assert [row["name"] for row in rows] == [run.FULL, "none", "joint"]
+    assert [row["name"] for row in rows] == [FULL, "none", "joint"]
     assert rows[1]["cache_share"] == 10 / 40
-    wider = run.load(run.Case((), (40,), str(tmp_path / "model"), window=16))
+    wider = run.Case(lengths=(40,), model=str(tmp_path / "model"), window=16).load()
     assert (wider.config.memory["window"], wider.config.memory["sinks"]) == (16, 2)
 
 
 def test_the_roofline_is_that_of_the_formulas() -> None:
     """One layer by hand: 2 query heads on 1 of 64, width 128, T = 64, W = 16, S = 2."""
-    case = run.Case((), (64,), **TINY)
-    base = run.load(case)
+    case = run.Case(lengths=(64,), **TINY)
+    base = case.load()
     weights = 2 * 128 * 64 * (2 + 1) + 3 * 128 * 512
     head = 128 * 1024
     pairs = 64 * 65 // 2
-    full = run.roofline(base, 64, BEST)
+    full = roofline.roofline(base, 64, BEST)
     assert full["prefill_roofline"] == pytest.approx((2 * weights * 64 + 4 * pairs * 2 * 64 + 2 * head) / 1e9)
     assert 1e9 / full["decode_roofline"] == pytest.approx(4 * (weights + head) + 64 * 2 * 64 * 4)
-    none = run.roofline(run.contender(case, base, "none"), 64, BEST)
+    none = roofline.roofline(case.arm(base, "none"), 64, BEST)
     assert 1e9 / none["decode_roofline"] == pytest.approx(4 * (weights + head) + 18 * 2 * 64 * 4)
-    slow = run.roofline(base, 64, Device(tflops=1e6, bandwidth=1))
+    slow = roofline.roofline(base, 64, Device(tflops=1e6, bandwidth=1))
     assert slow["prefill_roofline"] == pytest.approx(1 / full["decode_roofline"]), "bound by what must be moved"
 
 
@@ -116,13 +117,13 @@ def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full attention has no room at all, the others none for the whole prompt at once."""
 
     def held(device: Any, prepare: Any, case: run.Case, name: str, length: int, chunk: int) -> int:
-        if name == run.FULL or chunk == length:
+        if name == FULL or chunk == length:
             raise MemoryError
         return 2**20
 
     monkeypatch.setattr(run, "peak_bytes", held)
-    full, none, memory = run.run(run.Case((), (64,), **TINY), repeats=1)
-    assert full == {"name": run.FULL, "length": 64}
+    full, none, memory = run.run(run.Case(lengths=(64,), **TINY), repeats=1)
+    assert full == {"name": FULL, "length": 64}
     for row in (none, memory):
         assert row["peak_mib"] == 1
         assert row["prefill_seconds"] > 0
@@ -134,7 +135,7 @@ def too_much() -> Callable[[], object]:
     return lambda: torch.empty(2**60, dtype=torch.uint8)
 
 
-@pytest.mark.skipif(not PEAK_RESET.exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.skipif(not machine.PEAK_RESET.exists(), reason="peak memory is read from Linux's /proc")
 def test_too_little_memory_is_told_from_other_errors() -> None:
     cpu = torch.device("cpu")
     with pytest.raises(MemoryError):
@@ -144,11 +145,11 @@ def test_too_little_memory_is_told_from_other_errors() -> None:
 
 
 def test_the_machines_peaks_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "PRODUCT", {"cpu": 16})
-    monkeypatch.setattr(machine, "COPIED", {"cpu": 64})
-    seconds = iter([0.5, 0.25, *[1.0] * 8, 4.0, 2.0, *[8.0] * 8])
-    monkeypatch.setattr(machine, "_seconds", lambda function, device: next(seconds))
-    best = machine.peaks(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(roofline, "PRODUCT", {"cpu": 16})
+    monkeypatch.setattr(roofline, "COPIED", {"cpu": 64})
+    seconds = {"product": [0.5, 0.25, 1.0], "copy": [4.0, 2.0, 8.0]}
+    monkeypatch.setattr(roofline, "interleaved", lambda arms, _: [arm() for arm in arms.values()] and seconds)
+    best = roofline.peaks(machine.Where())
     assert (best.tflops, best.bandwidth) == (2 * 16**3 / 0.25 / 1e12, 2 * 64 / 2.0 / 1e9)
 
 
@@ -176,7 +177,7 @@ def test_the_verb_prints_and_writes(tmp_path: Path, no_processes: None) -> None:
     assert all(title in done.output for title in run.TABLES)
     rows = json.loads(file.read_text())
     assert [(row["name"], row["length"]) for row in rows] == [
-        (name, length) for length in (20, 40) for name in (run.FULL, "none", "ahn-dn")
+        (name, length) for length in (20, 40) for name in (FULL, "none", "ahn-dn")
     ]
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from patches.errors import RetrofitError
-from retrofit.bench import decode, prefill, scan, window
-from retrofit.bench.timing import PEAK_RESET, interleaved, peak_extra_bytes, ratios, spread
+from retrofit.bench import decode, models, prefill, scan, timing, window
+from retrofit.bench.machine import PEAK_RESET, Where, peak_bytes
+from retrofit.bench.timing import check_equal, interleaved, ratios, spread
 
 SMALL = window.Case(length=70, window=16, sinks=3, heads=2, kv_heads=1, head_dim=8)
 
@@ -38,7 +39,7 @@ def after_holding_more(elements: int) -> Callable[[], torch.Tensor]:
 
 @pytest.mark.skipif(not PEAK_RESET.exists(), reason="peak memory is read from Linux's /proc")
 def test_peak_memory_counts_what_the_call_holds_and_nothing_before_it() -> None:
-    held = peak_extra_bytes(after_holding_more, 2**24)
+    held = peak_bytes(torch.device("cpu"), after_holding_more, 2**24)
     assert held is not None
     assert held == pytest.approx(4 * 2**24, abs=2**22)
 
@@ -52,7 +53,7 @@ def test_the_dense_mask_shows_the_window_and_the_sinks() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_window_rows(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     held = iter([6 * 2**20, 2 * 2**20])  # each would start a process
-    monkeypatch.setattr(window, "peak_extra_bytes", lambda prepare, case: prepare(case)() is not None and next(held))
+    monkeypatch.setattr(timing, "peak_bytes", lambda _, prepare, *how: prepare(*how)() is not None and next(held))
     dense, blocked, ratio = window.run(dataclasses.replace(SMALL, backward=backward), repeats=1)
     assert [dense["name"], blocked["name"], ratio["name"]] == ["dense mask", "blocked", "dense / blocked"]
     assert [row["extra_mib"] for row in (dense, blocked, ratio)] == [6, 2, 3]
@@ -79,7 +80,7 @@ def test_scan_rows() -> None:
 
 @pytest.mark.parametrize("memory", ["ahn-gdn", "ahn-dn", "none"])
 def test_decoding_holds_the_same_bytes_at_any_context(memory: str) -> None:
-    case = decode.Case((memory,), window=8, sinks=2, layers=1, hidden=128, short=20, long=80)
+    case = decode.Case(memories=(memory,), window=8, sinks=2, layers=1, hidden=128, short=20, long=80)
     full_short, full_long, full_ratio, *_, short, long, ratio = decode.run(case, repeats=1)
     assert (long["name"], ratio["name"]) == (memory, f"{memory}: long / short")
     assert (short["context"], long["context"]) == (20, 80)
@@ -90,13 +91,83 @@ def test_decoding_holds_the_same_bytes_at_any_context(memory: str) -> None:
 
 def test_prefill_rows_are_beside_none_and_the_half_length() -> None:
     rows = prefill.run(
-        prefill.Case(("ahn-dn",), window=8, sinks=2, layers=1, hidden=128, length=20, longest=40), repeats=1
+        prefill.Case(memories=("ahn-dn",), window=8, sinks=2, layers=1, hidden=128, length=20, longest=40), repeats=1
     )
     assert [(row["name"], row["length"]) for row in rows] == [
-        (name, length) for name in (prefill.FULL, "none", "ahn-dn") for length in (20, 40)
+        (name, length) for name in (models.FULL, "none", "ahn-dn") for length in (20, 40)
     ]
     assert [row["to_none"] for row in rows[2:4]] == [1.0, 1.0]
     assert [row["to_half"] is None for row in rows] == [True, False] * 3
     assert set(prefill.COLUMNS) == set(rows[0])
     with pytest.raises(RetrofitError, match="longer than 10"):
         prefill.Case(window=8, sinks=2, length=10)
+
+
+class Counter:
+    """A CUDA of the test's own: what was asked of it, and memory that goes up and down as told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, devices: int = 2) -> None:
+        self.held, self.peak, self.asked = 100, 100, []
+        fake = {
+            "device_count": lambda: devices,
+            "set_device": lambda index: self.asked.append(("set", index)),
+            "synchronize": lambda *_: self.asked.append("wait"),
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda *_: setattr(self, "peak", self.held),
+            "memory_allocated": lambda *_: self.held,
+            "max_memory_allocated": lambda *_: self.peak,
+        }
+        for name, function in fake.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def hold(self, more: int) -> None:
+        self.held += more
+        self.peak = max(self.peak, self.held)
+
+
+def test_on_a_gpu_the_allocator_counts_what_the_call_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Counter(monkeypatch)
+
+    def prepare() -> Callable[[], None]:
+        gpu.hold(1000)  # of the inputs, and what was only needed to make them
+        gpu.hold(-500)
+        return lambda: [gpu.hold(70), gpu.hold(-70), gpu.asked.append("ran")]  # type: ignore[return-value]
+
+    assert peak_bytes(torch.device("cuda"), prepare) == 70
+    assert gpu.asked == ["wait", "ran", "wait"]
+
+    def too_much() -> Callable[[], None]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(MemoryError):
+        peak_bytes(torch.device("cuda"), too_much)
+
+
+def test_a_gpu_is_made_the_current_one_and_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Counter(monkeypatch)
+    assert Where(device="cuda:1").place() == torch.device("cuda:1")
+    assert gpu.asked == [("set", 1)]
+    for device, said in {
+        "cuda:2": "torch sees 2 CUDA devices",
+        "gpu": "use cpu, cuda",
+        "cpu:1": "use cpu, cuda",
+    }.items():
+        with pytest.raises(RetrofitError, match=said):
+            Where(device=device)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_forms_and_models_in_half_precision(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "peak_bytes", lambda *_: None)
+    rows = window.run(dataclasses.replace(SMALL, dtype=dtype, backward=True), repeats=1)
+    assert [row["extra_mib"] for row in rows] == [None] * 3
+    assert len(scan.run(scan.Case(length=40, heads=1, head_dim=4, dtype=dtype), repeats=1)) == 6
+    shape = {"window": 8, "sinks": 2, "layers": 1, "hidden": 128, "dtype": dtype}
+    rows = decode.run(decode.Case(**shape, short=20, long=40), repeats=1)
+    assert rows[0]["cache_bytes"] == 20 * 2 * 64 * 2
+    assert len(prefill.run(prefill.Case(memories=("ahn-gdn",), **shape, length=20), repeats=1)) == 3
+
+
+def test_results_that_are_no_numbers_are_no_match() -> None:
+    with pytest.raises(RetrofitError, match="differ by nan"):
+        check_equal([torch.tensor([1.0]), torch.tensor([float("nan")])], 0.1)

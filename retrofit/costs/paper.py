@@ -19,11 +19,10 @@ import torch
 
 from patches.config import MemoryConfig
 from patches.memory import Memory
-
-from .bases import built_in
-from .estimate import layer_memories
-from .flops import Shape
-from .patching import skeleton
+from retrofit.bases import built_in
+from retrofit.costs.estimate import layer_memories
+from retrofit.flops import Shape
+from retrofit.patching import skeleton
 
 LENGTH, WINDOW, SINKS = 128_000, 32_640, 128
 BASES = ("Qwen2.5-3B", "Qwen2.5-7B", "Qwen2.5-14B")

@@ -1,0 +1,141 @@
+"""flash-linear-attention behind the table of kernels: its Triton kernels for both recurrences, where they run.
+
+Arguments and results are those of kernels.py. Its ``chunk_delta_rule``, which refuses float32, is not used: the gated
+rule without a decay is the same.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .scan import STEPWISE, unit
+
+# key and value sizes are filled up to a multiple: rows of whole 16 bytes, and even, as the 16-bit backward asks
+TILE = 8
+INSTALL = "pip install 'retrofit-lm[fla]'"
+
+
+def load_gated_delta_rule(device: str, gradient: bool) -> Callable[..., Any]:
+    """The gated delta rule by fla.
+
+    Raises:
+        ImportError: it does not import, or would not run on this device.
+    """
+    refuse(device, gradient)
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    except Exception as error:  # without triton, or with another one than it knows, anything
+        raise ImportError(f"flash-linear-attention does not import ({error}): {INSTALL}") from error
+    return partial(_gated_delta_rule, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gradient)
+
+
+def load_linear_attention(device: str, gradient: bool) -> Callable[..., Any]:
+    """Decayed linear attention by fla; raises as :func:`load_gated_delta_rule`."""
+    refuse(device, gradient)
+    try:
+        from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+    except Exception as error:
+        raise ImportError(f"flash-linear-attention does not import ({error}): {INSTALL}") from error
+    return partial(_linear_attention, chunk_simple_gla, fused_recurrent_simple_gla, gradient)
+
+
+def refuse(device: str, gradient: bool) -> None:
+    """Raise ``ImportError`` where fla's kernels would fail or, worse, be wrong."""
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ImportError("flash-linear-attention needs a GPU")
+    if device != "cuda" or not torch.cuda.is_available() or not gradient:
+        return
+    try:
+        from triton import __version__ as triton
+    except ImportError as error:
+        raise ImportError("flash-linear-attention needs triton: pip install triton") from error
+    version = tuple(int(part) for part in triton.split("+")[0].split(".")[:3] if part.isdigit())
+    if torch.cuda.get_device_capability()[0] == 9 and (3, 4) <= version < (3, 7, 1):
+        # fla #640, #826: the backward is miscompiled, and fla 0.6 refuses to run it
+        raise ImportError(f"Triton {triton} miscompiles its backward on Hopper: pip install -U 'torch>=2.12.1'")
+
+
+def _gated_delta_rule(
+    chunks: Callable[..., Any],
+    steps: Callable[..., Any],
+    gradient: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    *,
+    scale: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor]:
+    run = partial(steps if _few(q, gradient) else chunks, use_qk_l2norm_in_kernel=normalise)
+    return _run(run, q, k, v, beta, log_decay, state, scale, states=beta.shape[2])
+
+
+def _linear_attention(
+    chunks: Callable[..., Any],
+    steps: Callable[..., Any],
+    gradient: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    *,
+    scale: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor]:
+    if normalise:
+        q, k = unit(q), unit(k)
+    states = max(x.shape[2] for x in (k, v, log_decay) if x is not None)
+    return _run(steps if _few(q, gradient) else chunks, q, k, v, None, log_decay, state, scale, states)
+
+
+def _few(q: Tensor, gradient: bool) -> bool:
+    return not gradient and q.shape[1] <= STEPWISE
+
+
+def _run(
+    run: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    scale: float,
+    states: int,
+) -> tuple[Tensor, Tensor]:
+    """One of fla's ops: sizes filled up, everything once for each query head, as its kernels want it.
+
+    They have no form for several queries that read one state, so that each gets a copy, of which one is kept.
+    """
+    (B, T, H), K, V = q.shape[:3], q.shape[-1], v.shape[-1]
+    if T == 0:
+        empty = q.new_zeros(B, states, K, V, dtype=torch.float32)
+        return q.new_zeros(B, T, H, V, dtype=torch.float32), empty if state is None else state
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    q, k, v = _filled(q.to(dtype)), _filled(_per_query(k, H).to(dtype)), _filled(_per_query(v, H).to(dtype))
+    gates = {} if beta is None else {"beta": _per_query(beta, H)}
+    g = q.new_zeros(B, T, H, dtype=torch.float32) if log_decay is None else _per_query(log_decay, H).float()
+    if state is not None:
+        state = pad(state.float(), (0, -V % TILE, 0, -K % TILE)).repeat_interleave(H // states, 1)
+    out, last = run(q=q, k=k, v=v, g=g, **gates, scale=scale, initial_state=state, output_final_state=True)
+    # a view would keep what was filled up and the other queries' copies alive
+    return out[..., :V].float(), last[:, :: H // states, :K, :V].contiguous()
+
+
+def _filled(x: Tensor) -> Tensor:
+    extra = -x.shape[-1] % TILE
+    return pad(x, (0, extra)) if extra else x
+
+
+def _per_query(x: Tensor, heads: int) -> Tensor:
+    """``x`` (B, T, H_kv, ...) once for each query head."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)

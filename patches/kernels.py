@@ -1,0 +1,308 @@
+"""One table of kernels: for an op, a device, a dtype and whether a gradient is wanted, the function that does it.
+
+Memories call the four ops below and know no backend. Tensors are ``(B, T, H, D)``, gates ``(B, T, H)``, each in its own
+dtype. The torch forms of scan.py and window.py are the reference, and serve wherever nothing else does.
+
+``RETROFIT_KERNELS`` forces the choice: names of backends with commas between them; what none of them serves runs on
+torch. Left unset, the first row of ``TABLE`` that fits and can be imported is taken.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from .errors import RetrofitError, nearest
+from .fla_ops import load_gated_delta_rule, load_linear_attention
+from .scan import gated_delta_rule as scan_delta
+from .scan import linear_attention as scan_linear
+from .scan import unit
+from .window import decode_attention as blocked_decode
+from .window import decode_attention_lse as blocked_decode_lse
+from .window import window_attention as blocked_window
+from .window import window_attention_lse as blocked_window_lse
+
+logger = logging.get_logger(__name__)
+
+VARIABLE = "RETROFIT_KERNELS"
+HALVES = (torch.bfloat16, torch.float16)
+SINGLES = (torch.float32, *HALVES)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    state: Tensor | None = None,
+    *,
+    scale: float,
+    normalise: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule, token by token: decay, correct what the key recalls, write, read.
+
+    ``S <- a S;  S <- S + beta k (v - k S)^T;  o = scale q S``; the query of a step sees the token written in it.
+
+    Args:
+        q: queries ``(B, T, H, D_k)``; query head ``h`` reads state ``h // (H / H_s)``.
+        k, v: keys ``(B, T, H_kv, D_k)`` and values ``(B, T, H_kv, D_v)``; ``H_kv`` divides ``H_s``, ``H_s`` divides H.
+        beta: writing strength ``(B, T, H_s)``, one for each state; 0 writes nothing.
+        log_decay: log of the decay ``a``, ``(B, T, H_s)``, at most 0; None means no decay.
+        state: the state before the first token ``(B, H_s, D_k, D_v)``; None means zero.
+        scale: factor of the readings.
+        normalise: give queries and keys unit length first; without it, keys must not be longer than that.
+
+    Returns:
+        The readings ``(B, T, H, D_v)`` and the state after the last token, both in float32 or wider.
+    """
+    run = choose("gated_delta_rule", q, k, v, beta, log_decay, state)
+    return run(q, k, v, beta, log_decay, state, scale=scale, normalise=normalise)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    state: Tensor | None = None,
+    *,
+    scale: float,
+    normalise: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Decayed linear attention, token by token: ``S <- a S + k v^T;  o = scale q S``.
+
+    Args and returns: as :func:`gated_delta_rule`; a writing strength goes into ``k`` or ``v`` beforehand. There is a
+    state for each head of ``log_decay``, or of ``k`` and ``v``, whichever has more.
+    """
+    run = choose("linear_attention", q, k, v, log_decay, state)
+    return run(q, k, v, log_decay, state, scale=scale, normalise=normalise)
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    *,
+    window: int,
+    start: int,
+    scale: float,
+    pad: Tensor | None = None,
+    max_pad: int = 0,
+    dropout: float = 0.0,
+    lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax attention of each query over its window and the sinks that have left it.
+
+    A *slot* is a place in the padded sequence. Query ``t`` sees slot ``j`` of the window iff ``0 <= t - j < W``, and
+    sink ``i`` (slot ``pad + i``) iff that slot is no longer in the window. Padding is seen by nobody but padding.
+
+    Args:
+        q: queries of the slots ``start .. start + n - 1``, ``(B, n, H, D)``.
+        k, v: keys and values of the slots ``start - W .. start + n - 1``, ``(B, W + n, H_kv, D)``; what lies before
+            slot 0 may hold any finite number.
+        sink_k, sink_v: the sinks of each row ``(B, S, H_kv, D)``.
+        window: W.
+        start: slot of the first query.
+        scale: factor of the logits.
+        pad: left padding of each row, ``(B,)``; None means none.
+        max_pad: the largest of ``pad``.
+        dropout: probability, as in the base's attention.
+        lse: whether the log-sum-exp of each query's logits is wanted; its gradient counts too.
+
+    Returns:
+        ``(B, n, H, D)`` in the dtype of ``q``, and ``(B, n, H)`` in float32 or wider, or None.
+    """
+    run = choose("window_attention", q, k, v, sink_k, sink_v)
+    how = {"window": window, "start": start, "scale": scale, "pad": pad, "max_pad": max_pad, "dropout": dropout}
+    return run(q, k, v, sink_k, sink_v, lse=lse, **how)
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """One token on a full cache, every key of which it sees: ``q`` (B, 1, H, D), ``k``, ``v`` (B, m, H_kv, D).
+
+    Returns:
+        ``(B, 1, H, D)``, and with ``lse`` the log-sum-exp ``(B, 1, H)`` of its logits, else None.
+    """
+    return choose("decode_attention", q, k, v)(q, k, v, scale=scale, dropout=dropout, lse=lse)
+
+
+# ---- the torch forms: heads before tokens, in float32 or wider ----
+
+
+def _torch_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    *,
+    scale: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, beta, log_decay = _wide(q, k, v, beta, log_decay)
+    if normalise:
+        q, k = unit(q), unit(k)
+    k, v = _per_state(k, beta.shape[1]), _per_state(v, beta.shape[1])
+    out, state = scan_delta(q, k, v, beta, log_decay, state, scale)
+    return out.transpose(1, 2), state
+
+
+def _torch_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    *,
+    scale: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, log_decay = _wide(q, k, v, log_decay)
+    if normalise:
+        q, k = unit(q), unit(k)
+    states = max(x.shape[1] for x in (k, v, log_decay) if x is not None)
+    k, v = _per_state(k, states), _per_state(v, states)
+    out, state = scan_linear(q, k, v, None if log_decay is None else _per_state(log_decay, states), state, scale)
+    return out.transpose(1, 2), state
+
+
+def _wide(*tensors: Any) -> list[Any]:
+    """``(B, T, H, ...)`` -> ``(B, H, T, ...)``, all in the widest of their dtypes, at least float32."""
+    wide = torch.float32
+    for x in tensors:
+        wide = wide if x is None else torch.promote_types(wide, x.dtype)
+    return [None if x is None else x.to(wide).transpose(1, 2) for x in tensors]
+
+
+def _per_state(x: Tensor, states: int) -> Tensor:
+    """``x`` (B, H_kv, ...) of each state ``(B, states, ...)``."""
+    return x if x.shape[1] == states else x.repeat_interleave(states // x.shape[1], 1)
+
+
+def _torch_window(
+    q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, *, lse: bool, **how: Any
+) -> tuple[Tensor, Tensor | None]:
+    rows = [x.transpose(1, 2) for x in (q, k, v, sink_k, sink_v)]
+    return blocked_window_lse(*rows, **how) if lse else (blocked_window(*rows, **how), None)
+
+
+def _torch_decode(q: Tensor, k: Tensor, v: Tensor, *, lse: bool, **how: Any) -> tuple[Tensor, Tensor | None]:
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    return blocked_decode_lse(*rows, **how) if lse else (blocked_decode(*rows, **how), None)
+
+
+# ---- the table ----
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row of the table.
+
+    Attributes:
+        op: one of the functions above.
+        backend: the name it goes by in ``RETROFIT_KERNELS``.
+        devices: types of device it runs on; empty means all.
+        dtypes: of the inputs; empty means all.
+        load: ``(device, gradient)`` to the function; raises ``ImportError`` with the reason if it cannot be had.
+    """
+
+    op: str
+    backend: str
+    load: Callable[[str, bool], Callable[..., Any]]
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+
+
+OPS = ("gated_delta_rule", "linear_attention", "window_attention", "decode_attention")
+TABLE: list[Kernel] = [
+    Kernel("gated_delta_rule", "fla", load_gated_delta_rule, ("cuda",), SINGLES),
+    Kernel("linear_attention", "fla", load_linear_attention, ("cuda",), SINGLES),
+    Kernel("gated_delta_rule", "torch", lambda device, gradient: _torch_delta),
+    Kernel("linear_attention", "torch", lambda device, gradient: _torch_linear),
+    Kernel("window_attention", "torch", lambda device, gradient: _torch_window),
+    Kernel("decode_attention", "torch", lambda device, gradient: _torch_decode),
+]
+
+_chosen: dict[tuple[str, str, torch.dtype, bool], Callable[..., Any]] = {}
+
+
+def choose(op: str, *inputs: Tensor | None) -> Callable[..., Any]:
+    """The function for ``op`` on these inputs; the first one decides device and dtype."""
+    first = inputs[0]
+    assert first is not None
+    gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    key = (op, first.device.type, first.dtype, gradient)
+    if key not in _chosen:
+        row, _chosen[key], missing = find(*key)
+        dtype, wanted = str(first.dtype).removeprefix("torch."), "with" if gradient else "without"
+        logger.info(f"{op} on {first.device.type} in {dtype}, {wanted} a gradient: {row.backend}")
+        for reason in missing:
+            logger.warning_once(f"{op} runs on {row.backend}, not on {reason}")
+    return _chosen[key]
+
+
+def find(op: str, device: str, dtype: torch.dtype, gradient: bool) -> tuple[Kernel, Callable[..., Any], list[str]]:
+    """The row for this op, its function, and each backend before it that could not be had, with the reason.
+
+    Raises:
+        RetrofitError: ``RETROFIT_KERNELS`` names a backend that there is not, or that does not run here.
+    """
+    forced, missing = forced_backends(), list[str]()
+    for row in TABLE:
+        if row.op != op or (row.dtypes and dtype not in row.dtypes):
+            continue
+        if forced:
+            if row.backend not in forced and row.backend != "torch":
+                continue
+        elif row.devices and device not in row.devices:
+            continue
+        try:
+            return row, row.load(device, gradient), missing
+        except ImportError as error:
+            if row.backend in forced:
+                raise RetrofitError(
+                    f"{VARIABLE}={','.join(forced)}: {error}; or unset {VARIABLE}, and torch's own form runs"
+                ) from error
+            missing.append(f"{row.backend}: {error}")
+    raise AssertionError(f"no kernel for {op}")  # torch serves everything
+
+
+def forced_backends() -> list[str]:
+    """The backends that ``RETROFIT_KERNELS`` names; none when it is unset.
+
+    Raises:
+        RetrofitError: there is no such backend.
+    """
+    names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+    known = list(dict.fromkeys(row.backend for row in TABLE))
+    for name in names:
+        if name not in known:
+            raise RetrofitError(f"{VARIABLE}={name!r}{nearest(name, known)}: use {', '.join(known)}, or unset it")
+    return names
+
+
+@contextmanager
+def forced(*backends: str) -> Iterator[None]:
+    """Inside the block these backends serve what they can, torch the rest; none given: the table's own choice."""
+    before, chosen = os.environ.get(VARIABLE), dict(_chosen)
+    os.environ[VARIABLE] = ",".join(backends)
+    _chosen.clear()
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE)
+        if before is not None:
+            os.environ[VARIABLE] = before
+        _chosen.clear()
+        _chosen.update(chosen)

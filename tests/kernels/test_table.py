@@ -1,0 +1,228 @@
+"""The table of kernels: what it chooses, what can be forced, and its torch forms against the readable recurrences."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patches import fla_ops, kernels, scan
+from patches.errors import RetrofitError
+from tests.helpers import close
+from tests.kernels.arguments import recurrence, results
+
+OPS = kernels.OPS[:2]  # the recurrences
+# heads of queries, states, keys: one each; queries that share a state; states that share keys; both
+HEADS = ((2, 2, 2), (6, 2, 2), (4, 4, 2), (8, 4, 2))
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is forced and nothing was chosen before."""
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    with kernels.forced():
+        yield
+
+
+def readable(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    state: Tensor | None = None,
+    *,
+    scale: float,
+    normalise: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The definition: everything repeated for each query head, then token by token in float64."""
+    H, T = q.shape[2], q.shape[1]
+    states = max(x.shape[2] for x in (k, v, beta, log_decay) if x is not None)
+    if normalise:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    k, v, beta, log_decay = (
+        None if x is None else x.double().repeat_interleave(H // x.shape[2], 2) for x in (k, v, beta, log_decay)
+    )
+    S = q.new_zeros(len(q), H, q.shape[-1], v.shape[-1]) if state is None else state.repeat_interleave(H // states, 1)
+    S, out = S.double(), []
+    for t in range(T):
+        if log_decay is not None:
+            S = S * log_decay[:, t, :, None, None].exp()
+        write = v[:, t]
+        if op == "gated_delta_rule":
+            write = beta[:, t, :, None] * (write - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
+        S = S + k[:, t, :, :, None] * write[:, :, None]
+        out.append(torch.einsum("bhk,bhkv->bhv", q[:, t].double(), S) * scale)
+    return torch.stack(out, 1), S[:, :: H // states]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("tokens", [1, 5, 75])
+@pytest.mark.parametrize("without", [(), ("log_decay", "state")])
+def test_torch_forms(op: str, heads: tuple[int, int, int], tokens: int, without: tuple[str, ...]) -> None:
+    if op == "linear_attention" and "log_decay" in without:
+        heads = (heads[0], heads[2], heads[2])  # only a decay tells of more states than keys
+    arguments = recurrence(op, tokens, heads=heads, without=without)
+    for normalise in (False, True):
+        ours = results(getattr(kernels, op), arguments, scale=0.3, normalise=normalise)
+        theirs = results(partial(readable, op), arguments, scale=0.3, normalise=normalise)
+        assert ours.keys() == theirs.keys()
+        for name, expected in theirs.items():
+            assert ours[name].shape == expected.shape, name
+            close(ours[name], expected, 1e-8)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_readings_and_states_are_float32(op: str, dtype: torch.dtype) -> None:
+    arguments = recurrence(op, 40, heads=(4, 2, 2), dtype=dtype)
+    exact = {name: x.double() for name, x in arguments.items()}
+    for mine, expected in zip(
+        getattr(kernels, op)(**arguments, scale=1.0), getattr(kernels, op)(**exact, scale=1.0), strict=True
+    ):
+        assert mine.dtype == torch.float32
+        close(mine.double(), expected, 1e-4)
+
+
+@pytest.mark.parametrize("lse", [True, False])
+def test_attention_takes_tokens_before_heads(lse: bool) -> None:
+    """Layout and the optional log-sum-exp; what they compute is tested where the torch forms are."""
+    q, k, v = torch.randn(2, 20, 4, 8), torch.randn(2, 28, 2, 8), torch.randn(2, 28, 2, 8)
+    sinks = k[:, :3], v[:, :3]
+    out, found = kernels.window_attention(q, k, v, *sinks, window=8, start=30, scale=0.5, lse=lse)
+    one, once = kernels.decode_attention(q[:, -1:], k[:, -8:], v[:, -8:], scale=0.5, lse=lse)
+    logits = torch.einsum("bhgd,bmhd->bhgm", q[:, -1].unflatten(1, (2, 2)), k[:, -8:]) * 0.5
+    expected = torch.einsum("bhgm,bmhd->bhgd", logits.softmax(-1), v[:, -8:]).flatten(1, 2)
+    close(one[:, 0], expected, 1e-5)
+    assert out.shape == (2, 20, 4, 8)
+    for sums, tokens in ((found, 20), (once, 1)):
+        assert (sums is None) != lse
+        assert sums is None or sums.shape == (2, tokens, 4)
+    if once is not None:
+        close(once[:, 0], logits.logsumexp(-1).flatten(1, 2), 1e-5)
+
+
+def test_torch_serves_everything_on_a_cpu() -> None:
+    for op in kernels.OPS:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            for gradient in (True, False):
+                assert kernels.find(op, "cpu", dtype, gradient)[0].backend == "torch"
+
+
+def test_a_backend_that_does_not_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = torch.zeros(1, 3, 1, 4)
+    with (
+        kernels.forced("fla"),
+        pytest.raises(RetrofitError, match=r"RETROFIT_KERNELS=fla: .* needs a GPU; or unset RETROFIT_KERNELS"),
+    ):
+        kernels.linear_attention(q, q, q, scale=1.0)
+    with kernels.forced("flaa"), pytest.raises(RetrofitError, match=r"did you mean 'fla'.*use .*torch, or unset it"):
+        kernels.linear_attention(q, q, q, scale=1.0)
+    kernels.linear_attention(q, q, q, scale=1.0)  # nothing of it is remembered
+
+
+def test_forcing_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "torch")
+    with kernels.forced("fla"):
+        assert kernels.forced_backends() == ["fla"]
+    assert os.environ[kernels.VARIABLE] == "torch"
+
+
+def test_what_is_missing_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that fits but cannot be imported: the next one serves, and a single warning says why."""
+
+    def absent(device: str, gradient: bool) -> Any:
+        raise ImportError("it is not there: install it")
+
+    said: list[str] = []
+    kernels.logger.warning_once.cache_clear()
+    monkeypatch.setattr(kernels, "TABLE", [kernels.Kernel("linear_attention", "other", absent), *kernels.TABLE])
+    monkeypatch.setattr(kernels.logger, "warning", said.append)
+    q = torch.zeros(1, 3, 1, 4)
+    for _ in range(3):
+        kernels.linear_attention(q, q, q, scale=1.0)
+    assert len(said) == 1
+    assert said[0] == "linear_attention runs on torch, not on other: it is not there: install it"
+
+
+# ---- what stands between the table and fla, with the readable form in fla's place ----
+
+
+class Recorded:
+    """Stands for an op of fla: its shapes are noted, its numbers those of the readable form."""
+
+    def __init__(self, op: str):
+        self.op, self.calls = op, 0
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None, **how: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        assert how.pop("output_final_state")
+        assert len({x.dtype for x in (q, k, v)}) == 1
+        assert q.shape[2] == k.shape[2] == v.shape[2] == g.shape[2]
+        assert q.shape[-1] % 8 == v.shape[-1] % 8 == 0
+        assert g.dtype == torch.float32
+        assert initial_state is None or initial_state.dtype == torch.float32
+        normalise = how.pop("use_qk_l2norm_in_kernel", False)
+        out, last = readable(self.op, q, k, v, how.pop("beta", None), g, initial_state, normalise=normalise, **how)
+        return out.to(v.dtype), last.float()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("tokens", "gradient"), [(1, False), (8, False), (9, False), (1, True)])
+def test_fla_is_given_what_it_takes(op: str, heads: tuple[int, int, int], tokens: int, gradient: bool) -> None:
+    chunks, steps = Recorded(op), Recorded(op)
+    run = partial(getattr(fla_ops, f"_{op}"), chunks, steps, gradient)
+    arguments = recurrence(op, tokens, heads=heads, dims=(7, 17), dtype=torch.float32)
+    ours = results(run, arguments, gradient, scale=0.3, normalise=True)
+    theirs = results(partial(readable, op), arguments, gradient, scale=0.3, normalise=True)
+    for name, expected in theirs.items():
+        close(ours[name].double(), expected.double(), 1e-4)
+    assert (steps.calls, chunks.calls) == ((1, 0) if tokens <= scan.STEPWISE and not gradient else (0, 1))
+    without = {name: x for name, x in arguments.items() if name not in ("log_decay", "state")}
+    if op == "linear_attention":
+        without["k"] = without["k"].repeat_interleave(heads[1] // heads[2], 2)
+    out, last = run(**without, log_decay=None, state=None, scale=1.0, normalise=False)
+    close(out.double(), readable(op, **without, scale=1.0)[0], 1e-4)
+    assert last.is_contiguous()
+    assert last.untyped_storage().nbytes() == last.nbytes
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fla_with_no_token(op: str) -> None:
+    run = partial(getattr(fla_ops, f"_{op}"), Recorded(op), Recorded(op), False)
+    arguments = recurrence(op, 0, heads=(4, 2, 2), dtype=torch.float32)
+    out, last = run(**arguments, scale=1.0, normalise=False)
+    assert out.shape == (2, 0, 4, 6)
+    assert torch.equal(last, arguments["state"])
+
+
+def test_fla_is_refused_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper with a Triton that miscompiles the backward: forward yes, training no."""
+    import sys
+    import types
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, version, gradient, refused in (
+        ((9, 0), "3.6.0", True, True),
+        ((9, 0), "3.6.0", False, False),
+        ((9, 0), "3.7.1", True, False),
+        ((8, 0), "3.6.0", True, False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        triton = types.ModuleType("triton")
+        triton.__version__ = version  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "triton", triton)
+        if refused:
+            with pytest.raises(ImportError, match="miscompiles its backward"):
+                fla_ops.refuse("cuda", gradient)
+        else:
+            fla_ops.refuse("cuda", gradient)

@@ -388,6 +388,26 @@ def generate(
 
 
 @app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=example(
+        "retrofit serve runs/first/model",
+        "retrofit serve runs/first/model --port 9000 --max-model-len 8192   # what it does not know goes to the engine",
+    ),
+)
+def serve(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="An exported model: a folder or a Hub id.")],
+    engine: Annotated[str | None, typer.Option(help="vllm or transformers (default: vllm if it is there).")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+) -> None:
+    """Answer requests over an OpenAI API: by vLLM, many at once, or by transformers serve, one at a time."""
+    from retrofit.serving.serve import serve
+
+    serve(model, engine, host, port, ctx.args)
+
+
+@app.command(
     epilog=example(
         "retrofit push runs/first/adapter user/first",
         "retrofit push runs/first/model user/first-model --private --revision v1",

@@ -8,7 +8,7 @@ logger = logging.getLogger("vllm.retrofit")
 
 
 def register() -> None:
-    """Tell vLLM of the retrofitted families: their configurations, so that no remote code is needed, and their models."""
+    """Tell vLLM of the retrofitted families: their configurations, which spares it remote code, and their models."""
     import vllm
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -18,7 +18,7 @@ def register() -> None:
 
     if not vllm.__version__.startswith(TESTED):
         logger.warning(
-            "retrofit's plugin was tested with vLLM %s, this is %s: compare a few answers with `retrofit generate` first",
+            "retrofit's plugin was tested with vLLM %s, this is %s: compare a few answers with retrofit generate's",
             ", ".join(TESTED),
             vllm.__version__,
         )

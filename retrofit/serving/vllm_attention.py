@@ -16,8 +16,6 @@ from patches.memory import Memory
 from .pages import Batch, PagedMemory, Share, can_batch
 from .vllm_config import OPERATOR
 
-ALIGNED = 16  # bytes: any dtype may begin a page
-
 
 class PagesBackend(AttentionBackend):
     """Names the builder of what our layers are told of a step."""
@@ -114,7 +112,7 @@ class MemoryAttention(nn.Module, MambaBase):
         return out
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Write the attention's output into ``out``; rows that are padding, or all where nothing is cached, are zero."""
+        """Write the attention's output into ``out``; padding gets zeros, and so does a run that only measures memory."""
         step = get_forward_context().attn_metadata
         batch = step.get(self.prefix) if isinstance(step, dict) else step
         if batch is None:

@@ -3,10 +3,14 @@
 import logging
 from typing import Any
 
+import torch
 from vllm.model_executor.models.config import MambaModelConfig
 
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError
+from patches.kinds import build_memory
+
+from .pages import page_fields
 
 OPERATOR = "retrofit_attention"  # the attention as vLLM's compiler sees it
 
@@ -64,9 +68,12 @@ def refuse(vllm_config: Any) -> None:
     for reason, met in reasons.items():
         if met:
             raise RetrofitError(reason)
-    memory = MemoryConfig.from_dict(vllm_config.model_config.hf_config.memory)
+    config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+    memory = MemoryConfig.from_dict(config.memory)
     if memory.layers is not None and memory.others == "full":
         raise RetrofitError(
             f"only layers {memory.layers} of this model have a memory and the others keep full attention, which the "
             "plugin cannot serve: use retrofit serve --engine transformers, or patch the base with others='window'"
         )
+    with torch.device("meta"):
+        page_fields(build_memory(config, memory, memory.kind), dtype)  # raises if there is no such page

@@ -26,7 +26,7 @@ def model(base: PreTrainedModel) -> Any:
     model = retrofit.patch(base, memory="ahn-gdn", window=W, sinks=S)
     with torch.no_grad():
         for name, parameter in model.memory_parameters():
-            if name.endswith("o_proj.weight"):
+            if name.endswith("read_proj.weight"):
                 parameter.normal_(std=0.5)
     return model
 

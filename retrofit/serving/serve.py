@@ -13,7 +13,12 @@ from ..loading import load_config
 ENGINES = ("vllm", "transformers")
 VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 # retrofit first: the classes of an export are then known, and its code need not be trusted
-TRANSFORMERS = [sys.executable, "-c", "import retrofit\nfrom transformers.cli.transformers import main\nmain()", "serve"]
+TRANSFORMERS = [
+    sys.executable,
+    "-c",
+    "import retrofit\nfrom transformers.cli.transformers import main\nmain()",
+    "serve",
+]
 
 
 def engine_command(
@@ -43,8 +48,8 @@ def engine_command(
         absent = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
         if absent:
             raise RetrofitError(
-                f"transformers serve needs {', '.join(absent)}: pip install 'transformers[serving]', or, to answer many "
-                "requests at once, 'retrofit-lm[vllm]'"
+                f"transformers serve needs {', '.join(absent)}: pip install 'transformers[serving]'; or, to answer many "
+                "at once, 'retrofit-lm[vllm]'"
             )
         return [*TRANSFORMERS, model, *where], "transformers serve answers one request at a time"
     raise RetrofitError(f"--engine {engine}{nearest(engine, ENGINES)}: choose {' or '.join(ENGINES)}")

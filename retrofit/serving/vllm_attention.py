@@ -39,7 +39,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
-        self.capacity = layers[0].memory.capacity
+        self.capacity, self.rotary = layers[0].memory.capacity, layers[0].tables
         self.together = all(can_batch(layer.memory) for layer in layers)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
@@ -53,7 +53,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         for index in range(step.num_reqs):
             count = starts[index + 1] - starts[index]
             shares.append(Share(starts[index], count, lengths[index] - count, pages[index]))
-        return Batch(shares, self.capacity, self.device, together=self.together)
+        return Batch(shares, self.capacity, self.rotary, self.device, together=self.together)
 
 
 class MemoryAttention(nn.Module, MambaBase):
@@ -73,18 +73,21 @@ class MemoryAttention(nn.Module, MambaBase):
         self.heads, self.kv_heads, self.head_dim = stock.num_heads, stock.num_kv_heads, stock.head_dim
         self.qkv_proj, self.o_proj, self.rotary_emb = stock.qkv_proj, stock.o_proj, stock.rotary_emb
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
-        key_bias = None
-        if self.qkv_proj.bias is not None and self.k_norm is None:
-            key_bias = self.qkv_proj.bias.data[self.heads * self.head_dim :][: self.kv_heads * self.head_dim]
-
-        def tables(positions: Tensor) -> tuple[Tensor, Tensor]:
-            return rotary(torch.empty(0, dtype=torch.float32, device=positions.device), positions)
-
-        self.paged = PagedMemory(memory, config.model_config.dtype, stock.scaling, tables, key_bias)
+        self.rotary = rotary
+        self.paged = PagedMemory(memory, config.model_config.dtype, stock.scaling)
         # wide tensors first: each then begins where its dtype may
         self.fields = dict(sorted(self.paged.fields.items(), key=lambda item: -item[1].dtype.itemsize))
         self.kv_cache = tuple(torch.empty(0) for _ in self.fields)
         config.compilation_config.static_forward_context[prefix] = self
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The base's rotary tables at any positions."""
+        return self.rotary(torch.empty(0, dtype=torch.float32, device=positions.device), positions)
+
+    def key_bias(self) -> Tensor | None:
+        """What every key ``(H_kv * D,)`` holds before its rotation; families that normalise keys have none."""
+        bias = None if self.k_norm is not None else self.qkv_proj.bias
+        return None if bias is None else bias[self.heads * self.head_dim :][: self.kv_heads * self.head_dim]
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -112,7 +115,7 @@ class MemoryAttention(nn.Module, MambaBase):
         return out
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Write the attention's output into ``out``; padding gets zeros, and so does a run that only measures memory."""
+        """Write the attention's output into ``out``; zeros for padding and for a run that only measures."""
         step = get_forward_context().attn_metadata
         batch = step.get(self.prefix) if isinstance(step, dict) else step
         if batch is None:
@@ -121,7 +124,7 @@ class MemoryAttention(nn.Module, MambaBase):
         n = batch.tokens
         pages = dict(zip(self.fields, self.kv_cache, strict=True))
         q, k, v = (head[:n].unflatten(-1, (-1, self.head_dim)) for head in (q, k, v))
-        heads, added = self.paged(pages, x[:n], q, k, v, batch)
+        heads, added = self.paged(pages, x[:n], q, k, v, batch, self.key_bias())
         joined, _ = self.o_proj(heads.flatten(1))
         out[:n] = joined if added is None else joined + added
         out[n:] = 0

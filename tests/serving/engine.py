@@ -13,16 +13,9 @@ class Engine:
 
     def __init__(self, model: Any, pages: int):
         self.model = model
-        body, dtype = model.model, next(model.parameters()).dtype
-
-        def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
-            return body.rotary_emb(torch.empty(0, dtype=torch.float32), positions)
-
-        attentions = [layer.self_attn for layer in body.layers]
-        self.layers = [
-            PagedMemory(attention.memory, dtype, attention.scaling, rotary, attention.key_bias)
-            for attention in attentions
-        ]
+        dtype = next(model.parameters()).dtype
+        attentions = [layer.self_attn for layer in model.model.layers]
+        self.layers = [PagedMemory(attention.memory, dtype, attention.scaling) for attention in attentions]
         self.pools = [
             {
                 name: torch.full((pages, *field.shape), torch.nan, dtype=field.dtype)
@@ -30,6 +23,9 @@ class Engine:
             }
             for layer in self.layers
         ]
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model.model.rotary_emb(torch.empty(0, dtype=torch.float32), positions)
 
     @torch.no_grad()
     def step(self, work: list[tuple[Tensor, int, int]]) -> list[Tensor]:
@@ -40,14 +36,14 @@ class Engine:
             first += len(ids)
         body = self.model.model
         memory = self.layers[0].memory
-        batch = Batch(shares, memory.capacity, torch.device("cpu"), together=can_batch(memory))
+        batch = Batch(shares, memory.capacity, self.rotary, torch.device("cpu"), together=can_batch(memory))
         positions = torch.cat([torch.arange(s.seen, s.seen + s.count) for s in shares])[None]
         hidden = body.embed_tokens(torch.cat([ids for ids, _, _ in work])[None])
         tables = body.rotary_emb(hidden, positions)
         for layer, paged, pool in zip(body.layers, self.layers, self.pools, strict=True):
             x = layer.input_layernorm(hidden)
             q, k, v = (h[0].transpose(0, 1) for h in layer.self_attn.rotated_heads(x, tables))
-            heads, added = paged(pool, x[0], q, k, v, batch)
+            heads, added = paged(pool, x[0], q, k, v, batch, layer.self_attn.key_bias(x))
             out = layer.self_attn.o_proj(heads.flatten(1))
             hidden = hidden + (out if added is None else out + added)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))

@@ -46,7 +46,7 @@ def serve(make_base: Callable[..., PreTrainedModel]) -> Callable[..., Any]:
 
 
 def run(model: Any, lengths: list[int], most: int, pages: int, seed: int) -> None:
-    """Feed sequences of ``lengths`` in random shares, at most ``pages`` at a time, and hold their logits to the model's."""
+    """Feed sequences of ``lengths`` in random shares, ``pages`` at a time at most; their logits are the model's."""
     draw = random.Random(seed)
     engine = Engine(model, pages)
     texts = [tokens(1, length, seed=seed + i)[0] for i, length in enumerate(lengths)]
@@ -87,7 +87,7 @@ def test_every_family(serve: Any, family: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
-    [("tova", {}, "page of fixed size"), ("h2o", {}, "page of fixed size"), ("kvm", {"budget": "saturating"}, "fixed")],
+    [("tova", {}, "its own choice"), ("h2o", {}, "its own choice"), ("kvm", {"budget": "saturating"}, "grows")],
 )
 def test_what_grows_has_no_page(serve: Any, kind: str, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(RetrofitError, match=reason):

@@ -180,7 +180,7 @@ def test_what_a_memory_cannot_follow_is_refused(export: Export, settings: dict[s
     ("kind", "options"), [("tova", {}), ("kvm", {"budget": "saturating"}), ("ahn-gdn", {"layers": [0]})]
 )
 def test_memories_without_a_page_are_refused(export: Export, kind: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"page of fixed size|keep full attention"):
+    with pytest.raises(ValueError, match=r"pages of fixed size|keep full attention"):
         configured(export("Llama", kind, **options))
 
 

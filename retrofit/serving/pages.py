@@ -8,7 +8,6 @@ left-padded batch, all others one by one, on a cache layer whose tensors lie in 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +26,8 @@ STATE = "state."  # in front of a state tensor's name in a page
 Pages = Mapping[str, Tensor]  # by name: (pages, *shape)
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """One sequence's share of a step.
 
     Attributes:
@@ -214,8 +214,8 @@ class PagedMemory:
         """The memory's equations on ``rows`` sequences of as many tokens each; returns as ``Memory.attend``."""
         x, q, k, v = (tensor[at].unflatten(0, (rows, -1)) for tensor in (work.x, work.q, work.k, work.v))
         bias = key_bias if self.memory.needs_key_bias else None
-        heads = (h.transpose(1, 2) for h in (q, k, v))
-        joined = self.memory(Step(now, x, *heads, layer=layer, scale=self.scale, key_bias=bias))
+        q, k, v = (h.transpose(1, 2) for h in (q, k, v))
+        joined = self.memory(Step(now, x, q, k, v, layer, self.scale, key_bias=bias))
         assert joined is not None  # something is evicted
         return joined
 

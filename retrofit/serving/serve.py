@@ -48,8 +48,8 @@ def engine_command(
         absent = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
         if absent:
             raise RetrofitError(
-                f"transformers serve needs {', '.join(absent)}: pip install 'transformers[serving]'; or, to answer many "
-                "at once, 'retrofit-lm[vllm]'"
+                f"transformers serve needs {', '.join(absent)}: pip install 'transformers[serving]'; or, to answer "
+                "many at once, 'retrofit-lm[vllm]'"
             )
         return [*TRANSFORMERS, model, *where], "transformers serve answers one request at a time"
     raise RetrofitError(f"--engine {engine}{nearest(engine, ENGINES)}: choose {' or '.join(ENGINES)}")

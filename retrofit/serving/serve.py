@@ -1,9 +1,9 @@
 """`retrofit serve`: the engine that is there, started on an exported model; there is no server of our own."""
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NoReturn
 
 from patches.errors import RetrofitError, nearest
@@ -36,7 +36,7 @@ def engine_command(
         RetrofitError: no such model, no such engine, or what the engine needs is not installed.
     """
     load_config(model)
-    there = importlib.util.find_spec("vllm") is not None
+    there = find_spec("vllm") is not None
     if engine is None:
         engine = "vllm" if there else "transformers"
     where = ["--host", host, "--port", str(port), *rest]
@@ -45,7 +45,7 @@ def engine_command(
             raise RetrofitError("vLLM is not installed: pip install 'retrofit-lm[vllm]', or --engine transformers")
         return [*VLLM, model, *where], "vLLM answers many requests at once"
     if engine == "transformers":
-        absent = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
+        absent = [name for name in ("fastapi", "uvicorn", "openai") if find_spec(name) is None]
         if absent:
             raise RetrofitError(
                 f"transformers serve needs {', '.join(absent)}: pip install 'transformers[serving]'; or, to answer "

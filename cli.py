@@ -30,7 +30,7 @@ class OneLineErrors(TyperGroup):
         try:
             self._main(*args, **kwargs)
         except Exception:
-            from distill.outcome import tell_launcher
+            from distill.parallel import tell_launcher
 
             if not tell_launcher(traceback.format_exc()):
                 raise
@@ -57,7 +57,7 @@ class OneLineErrors(TyperGroup):
             if not isinstance(error, RetrofitError):
                 raise
             message = str(error)
-        from distill.outcome import tell_launcher
+        from distill.parallel import tell_launcher
 
         message = " ".join(message.split())
         if not tell_launcher(message):
@@ -147,11 +147,11 @@ def demo(
 ) -> None:
     """Run the main job on a model and a text made on the spot: teach, patch, distil, compare, save, load, generate."""
     if memory == "all":
-        from distill.demo_all import run_all
+        from distill.demo.every_kind import run_all
 
         run_all(seed=seed, output=output, json_file=json_file, overwrite=overwrite)
     else:
-        from distill.demo import run_demo
+        from distill.demo.run import run_demo
 
         run_demo(memory=memory, seed=seed, output=output, json_file=json_file, overwrite=overwrite)
 
@@ -204,7 +204,7 @@ def distill(
 
     Flags override the recipe's keys.
     """
-    from distill.launch import Machines, launch
+    from distill.parallel.launch import Machines, launch
     from distill.recipe import Recipe, read_recipe, shipped_recipes
     from retrofit.files import check_file, check_output
 
@@ -740,7 +740,7 @@ def recipes_check(
     names: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="Files or shipped names.")] = None,
 ) -> None:
     """Validate recipes; without an argument, all that come with the package."""
-    from distill.check import check_recipe
+    from distill.preflight import check_recipe
     from distill.recipe import load_recipe, shipped_recipes
     from patches.errors import RetrofitError
 

@@ -23,12 +23,12 @@ import yaml
 
 from distill.lora import add_lora
 from distill.objective import Objective
+from distill.preflight import check_recipe
 from distill.recipe import Recipe
 from distill.simulate import step_bytes
 from distill.windows import check_draws, draw_window
 from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
-from patches.kinds import find_kind
 from retrofit.bases import base_config
 from retrofit.costs.estimate import DTYPES, layer_memories
 from retrofit.files import write_json
@@ -87,10 +87,7 @@ def plan(recipe: Recipe) -> Plan:
     """
     if recipe.base is None:
         raise RetrofitError("the recipe leaves 'base' open: give it there, or with --base")
-    kind = find_kind(recipe.memory)
-    kind.read_options(recipe.options)
-    if not kind.trainable:
-        raise RetrofitError(f"memory {recipe.memory!r} has nothing to fit: export it as it is with `retrofit patch`")
+    check_recipe(recipe)
     config, origin = base_config(recipe.base)
     check_base(config, recipe.window, recipe.sinks)
     own = getattr(config, "dtype", None)

@@ -67,8 +67,8 @@ def add_lora(model: Any, settings: dict[str, Any]) -> None:
     own = {"target_modules": PROJECTIONS, "task_type": "CAUSAL_LM", "exclude_modules": r".*\.memory(\..*)?"}
     try:
         LoraModel(model, {"default": LoraConfig(**{**own, **settings})}, "default")
-    except (TypeError, ValueError) as error:
-        raise RetrofitError(f"lora: peft does not take these settings: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # peft raises what its use of a wrong value happens to raise
+        raise RetrofitError(f"lora: peft does not take these settings: {first_line(error)}") from None
     if {model.get_input_embeddings(), model.get_output_embeddings()} & set(lora_layers(model)):
         raise RetrofitError("lora: the embedding and the head are the teacher's too: leave them out of target_modules")
     for parameter in trained:  # peft freezes all but its own

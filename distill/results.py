@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from distill.data import Split
-from distill.processes import Processes
+from distill.data.split import Split
+from distill.parallel.processes import Processes
+from distill.parallel.zero import window_only
 from distill.progress import progress_bar
 from distill.recipe import Recipe
-from distill.zero import window_only
 from retrofit.baselines import equal_memory_window
 from retrofit.costs.held import row_bytes, state_bytes
 from retrofit.evaluate import Scores, evaluate, gap_closed

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from distill.processes import any_of
+from distill.parallel.processes import any_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

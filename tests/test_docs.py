@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 import retrofit
 from cli import app
+from distill.data.rows import PackedRows
+from distill.data.sources import open_source
+from distill.data.tokens import TokenRows, find_column
 from distill.lora import add_lora, save_lora
 from distill.recipe import Recipe
-from distill.rows import PackedRows
-from distill.sources import open_source
-from distill.tokens import TokenRows, find_column
 from patches.kinds import KINDS
 from retrofit.evaluation.run import run_evaluation
 from retrofit.evaluation.settings import Settings

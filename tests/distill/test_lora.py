@@ -101,6 +101,8 @@ def test_a_run_writes_both_adapters(
     ("settings", "said"),
     [
         ({"rank": 2}, "'rank' is not a field of peft.LoraConfig"),
+        ({"rank_pattern": 3}, "peft does not take these settings"),
+        ({"target_modules": "(["}, "peft does not take these settings"),
         ({"r": 0}, "peft does not take these settings"),
         ({"target_modules": ["no_proj"]}, "peft does not take these settings"),
         ({"bias": "all"}, "bias 'all' would change the teacher too: leave it at 'none'"),

@@ -54,7 +54,7 @@ class DistillArguments(TrainingArguments):
         if self.data_seed is None:
             # the order of the rows would otherwise hang on the process's random state, which a resumed run has not
             self.data_seed = self.seed
-        # transformers would look for eval_loss, which there is none of, and take the largest KL for the best
+        # transformers would look for eval_loss, which we do not log, and take the largest KL for the best
         chooses = self.load_best_model_at_end or self.save_strategy == "best"
         if chooses or self.lr_scheduler_type == "reduce_lr_on_plateau":
             self.metric_for_best_model = self.metric_for_best_model or "kl"

@@ -53,7 +53,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe comes to. Operations and bytes of one GPU, which does the same work however many there are."""
+    """What a recipe costs, for one GPU: each does the same work however many there are."""
 
     base_parameters: int
     trained: int
@@ -86,7 +86,7 @@ def plan(recipe: Recipe) -> Plan:
             fit it.
     """
     if recipe.base is None:
-        raise RetrofitError("the recipe leaves 'base' open: give it there, or with --base")
+        raise RetrofitError("the recipe has no 'base': set it in the recipe or with --base")
     check_recipe(recipe)
     config, origin = base_config(recipe.base)
     check_base(config, recipe.window, recipe.sinks)
@@ -166,7 +166,7 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
         f"base: {recipe.base}, {plan.base_parameters:,} parameters, frozen ({plan.origin})",
         f"trained: {plan.trained:,} parameters ({plan.trained / plan.base_parameters:.2%} of the base)",
         f"sinks and window: {drawn}; scored positions per row: {plan.scored:,.0f} at most",
-        f"TFLOP per step and GPU: {flops} (it is {chosen})",
+        f"TFLOP per step and GPU: {flops} (checkpointing is {chosen})",
         f"hours: {took:,.2f} for {recipe.steps} steps on any number of GPUs, at "
         f"{utilisation:.0%} of {peak_tflops:,.0f} TFLOP/s (989 is H100 and H200, dense bfloat16), full rows",
         "GiB: weights and optimizer by formula, activations from the step run on tensors without data, within 15 % of "

@@ -1,4 +1,4 @@
-"""What a run starts from: the patched base, its memory fresh or continued from an adapter or published AHN weights."""
+"""The model that a run starts from: the patched base with a fresh memory, an adapter's or published AHN weights."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ def build_model(recipe: Recipe, *, fresh: bool = False) -> Any:
     """Load the recipe's base, patch it, and put LoRA beside the memory if the recipe wants that.
 
     Args:
-        fresh: leave ``init_adapter`` aside: the weights come from a checkpoint anyway.
+        fresh: ignore ``init_adapter``, because the weights come from a checkpoint.
 
     Raises:
         RetrofitError: the base cannot be loaded, or ``init_adapter`` is for another base or another memory.

@@ -45,7 +45,7 @@ class Objective:
         if self.mse and model.config.memory["kind"] == "tensor-cache":
             raise RetrofitError(
                 "loss 'mse' compares what goes into each layer's output projection, and memory 'tensor-cache' joins "
-                "behind it: take loss 'kl' or 'ce'"
+                "behind it: set loss to 'kl' or 'ce'"
             )
 
     def scored(self, labels: Tensor, lossless: int) -> Tensor:
@@ -144,7 +144,7 @@ def squared_errors(student: list[Tensor], teacher: list[Tensor], scored: Tensor)
     """
     if torch.is_grad_enabled() and not all(output.requires_grad for output in student):
         raise RetrofitError(
-            "loss 'mse' needs the attention's outputs with their gradient, which reentrant checkpointing cuts off: "
+            "loss 'mse' needs gradients through the attention's outputs, which reentrant checkpointing cuts off: "
             "set use_reentrant to false"
         )
     wide = torch.promote_types(student[0].dtype, torch.float32)

@@ -54,7 +54,7 @@ def reporters(report_to: str) -> list[str]:
     _check_reporters(report_to)
     for name in names:
         if name not in installed:
-            raise RetrofitError(f"report_to: {name!r} is not installed: pip install {name}, or leave it out")
+            raise RetrofitError(f"report_to: {name!r} is not installed: pip install {name}, or remove it")
     return names
 
 

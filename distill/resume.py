@@ -62,7 +62,9 @@ def check_same_data(output: Path, found: dict[str, Any]) -> None:
         before = json.loads((output / DATA_FILE).read_text(encoding="utf-8"))
         processes = before["processes"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise RetrofitError(f"{output / DATA_FILE} is missing or damaged: the run cannot be resumed exactly") from None
+        raise RetrofitError(
+            f"{output / DATA_FILE} is missing or damaged: the run cannot be resumed, start a new one with --overwrite"
+        ) from None
     if processes != found["processes"]:
         raise RetrofitError(
             f"the run in {output} was started with {processes} processes, not {found['processes']}: resume it with "
@@ -71,7 +73,8 @@ def check_same_data(output: Path, found: dict[str, Any]) -> None:
     for part in ("train", "held_out"):
         if before.get(part) != found[part]:
             raise RetrofitError(
-                f"the data of the run in {output} has changed since it was started: bring it back, or start a new run"
+                f"the data of the run in {output} has changed since it was started: restore the data, or start a new "
+                "run"
             )
 
 

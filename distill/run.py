@@ -106,7 +106,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         check_same_data(output, found)
     model = build_model(recipe, fresh=checkpoint is not None)
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
-        raise RetrofitError(f"the base of the run in {output} is another one than it was started with: {other}")
+        raise RetrofitError(f"the base of the run in {output} is not the one that it was started with: {other}")
     sizes = {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()}
     processes.wait()  # each has loaded the base at its own pace
 

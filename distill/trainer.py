@@ -79,7 +79,7 @@ class DistillTrainer(Trainer):
         args._n_gpu = min(args.n_gpu, 1)  # several GPUs want a process each: nn.DataParallel would copy the model
         engine = getattr(args, "hf_deepspeed_config", None)
         if engine is not None and engine.is_zero3() and lora_layers(model):
-            raise RetrofitError("LoRA beside the memory does not go with ZeRO-3, which would save it empty: take zero2")
+            raise RetrofitError("LoRA does not work with ZeRO-3, which would save it empty: use zero2")
         if engine is not None and engine.is_zero3() and not is_partitioned(model):
             partition(model, engine.config, args.device)
         super().__init__(
@@ -115,7 +115,9 @@ class DistillTrainer(Trainer):
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if any("labels" not in batch for batch in batches):
-            raise RetrofitError("rows need 'labels' beside 'input_ids': the same ids, -100 where nothing is learned")
+            raise RetrofitError(
+                "rows need 'labels' beside 'input_ids': the same ids, with -100 where there is nothing to learn"
+            )
         self._step_window = self.window
         if self.args.window_sampling == "ahn" and batches:
             longest = torch.tensor([max(batch["input_ids"].shape[1] for batch in batches)], device=device)
@@ -280,7 +282,7 @@ class DistillTrainer(Trainer):
                 raise
             raise RetrofitError(
                 f"the checkpoint of step {self.state.global_step} cannot be written to {home} ({reason}): "
-                "the run stopped; make room there and --resume from the checkpoint before"
+                "the run stopped; make room there and continue with --resume from the checkpoint before"
             ) from error
         finally:
             self._draft = ""
@@ -312,10 +314,10 @@ def refuse_unsupported(model: Any, args: DistillArguments) -> None:
         ),
         "label_smoothing_factor": (
             args.label_smoothing_factor,
-            "leave it at 0: the teacher's distribution is the label",
+            "set it to 0: the teacher's distribution is the label",
         ),
-        "neftune_noise_alpha": (args.neftune_noise_alpha, "leave it out: the teacher would get the noise as well"),
-        "use_liger_kernel": (args.use_liger_kernel, "leave it out: the loss here never makes all logits anyway"),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, "remove it, because the teacher would get the noise as well"),
+        "use_liger_kernel": (args.use_liger_kernel, "remove it, because the loss here never makes all logits anyway"),
     }
     for name, (wanted, advice) in asked.items():
         if wanted:

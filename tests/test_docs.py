@@ -39,8 +39,8 @@ ELSEWHERE = {
 # commands that are not run here, by a word of theirs, and why; their verbs and flags are checked all the same
 NOT_RUN = {
     "make": "sets up an environment and takes minutes; its targets are looked up",
-    "--nproc": "several processes; tests/distill/test_launch.py and test_processes.py run them",
-    "torchrun": "several processes; tests/distill/test_launch.py runs it",
+    "--nproc": "several processes; tests/distill/parallel/test_launch.py and test_processes.py run them",
+    "torchrun": "several processes; tests/distill/parallel/test_launch.py runs it",
     "lm_eval": "tests/retrofit/evaluation/test_harness.py runs this very command",
     "hf": "asks for a token",
     "--dry-run": "half a minute; tests/test_recipes.py does it with every recipe",

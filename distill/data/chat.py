@@ -31,33 +31,35 @@ def read_messages(value: Any, where: str) -> list[Message]:
         where: names the conversation in errors.
 
     Raises:
-        RetrofitError: no list, no message, a message without role or text, a role there is none of, a tool call, or no
-            answer after a question.
+        RetrofitError: it is not a list, it is empty, a message has no role or text, a role is unknown, a message
+            is a tool call, or no question has an answer.
     """
     if not isinstance(value, list) or not value:
-        raise RetrofitError(f"{where}: a conversation is a list of messages, and at least one")
+        raise RetrofitError(f"{where}: a conversation must be a list of at least one message")
     messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, start=1)]
     if messages[0]["role"] == "assistant":
         raise RetrofitError(f"{where}: the conversation begins with an answer: put a user's message before it")
     if all(message["role"] != "assistant" for message in messages):
-        raise RetrofitError(f"{where}: no message is the assistant's, so there is nothing to learn: leave it out")
+        raise RetrofitError(
+            f"{where}: no message is the assistant's, so there is nothing to learn from it: leave the conversation out"
+        )
     return messages
 
 
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
-        raise RetrofitError(f"{where} is no object with a role and a content")
+        raise RetrofitError(f"{where} is not an object with a role and a content")
     for key in ("tool_calls", "function_call"):
         if message.get(key):
-            raise RetrofitError(f"{where} holds {key!r}: conversations with tools are not read, leave them out")
+            raise RetrofitError(f"{where} holds {key!r}: conversations with tools are not supported, leave them out")
     role, content = (_text(message, pair, where) for pair in KEYS)
     if role not in ROLES:
-        raise RetrofitError(f"{where}: {role!r} is none of the roles {', '.join(ROLES)}{nearest(role, ROLES)}")
+        raise RetrofitError(f"{where}: {role!r} is not one of the roles {', '.join(ROLES)}{nearest(role, ROLES)}")
     return {"role": ROLES[role], "content": content}
 
 
 def _text(message: dict[str, Any], keys: tuple[str, str], where: str) -> str:
-    """What stands under the first of ``keys`` that a message has."""
+    """The text under the first of ``keys`` that a message has."""
     for key in keys:
         if message.get(key) is not None:
             return checked_text(message[key], where, repr(key))
@@ -81,11 +83,14 @@ class ChatTokenizer:
             self.template: Any = self.tokenizer.get_chat_template()
         except ValueError as error:
             raise RetrofitError(
-                "the base's tokenizer has no chat template, so conversations cannot be written as it reads them: take "
+                "the base's tokenizer has no chat template, so it cannot read conversations: take "
                 "an instruction-tuned base, or set tokenizer.chat_template and save it beside the checkpoint"
             ) from error
         if not tokenizer.is_fast:
-            raise RetrofitError("chat data needs a fast tokenizer: this one cannot say where its tokens are in a text")
+            raise RetrofitError(
+                "conversations need a fast tokenizer, and this one cannot say where its tokens are in a text: choose "
+                "another base"
+            )
         self.marked = MARKED.search(self.template) is not None
 
     def encode(self, records: Sequence[Record]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -112,7 +117,10 @@ class ChatTokenizer:
             for start, end in spans:
                 answer |= (start <= starts) & (starts < end)
             if not answer.any():
-                raise RetrofitError(f"{where}: the chat template leaves no token of an answer to learn")
+                raise RetrofitError(
+                    f"{where}: the chat template leaves no token of an answer: change the template or leave the "
+                    "conversation out"
+                )
             yield np.asarray(ids, dtype=np.int32), answer
 
     def render(self, messages: list[Message], where: str) -> tuple[str, list[Span]]:
@@ -131,7 +139,7 @@ class ChatTokenizer:
             raise
         except Exception as error:  # templates are programs: they raise what they like
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise RetrofitError(f"{where}: the chat template does not take this conversation ({reason})") from error
+            raise RetrofitError(f"{where}: the chat template refuses this conversation ({reason})") from error
 
     def _render_by_prefixes(self, messages: list[Message], where: str) -> tuple[str, list[Span]]:
         def text(count: int, prompt: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""What became of a source's records: read, left out, cut; nothing goes missing without being counted."""
+"""Counts of a source's records: how many were read, left out or cut."""
 
 from dataclasses import asdict, dataclass, fields
 
@@ -26,16 +26,16 @@ class Counts:
         return True
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Set all counts to 0."""
         for field in fields(self):
             setattr(self, field.name, 0)
 
     def to_dict(self) -> dict[str, int]:
-        """By name."""
+        """The counts by name."""
         return asdict(self)
 
     def sentence(self, unit: str, seq_len: int, min_length: int, max_samples: int | None) -> str:
-        """All of it in one line; ``unit`` is what the records are."""
+        """The counts as one sentence; ``unit`` says what a record is."""
         parts = [f"{self.read:,} {unit} read"]
         if max_samples is not None and self.read >= max_samples:
             parts[0] += f" (max_samples: {max_samples:,})"

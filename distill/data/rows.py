@@ -118,8 +118,8 @@ class PaddingCollator:
 def longer_than(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     """``batch`` with (B, T > ``length``) tokens, padded on the right if it was shorter.
 
-    Up to S + W tokens a model does not ask its memory, so that nothing of it would get a gradient, and processes that
-    wait for one another's (DDP, ZeRO) would wait for ever.
+    Up to S + W tokens a model does not use its memory, so the memory would get no gradient, and processes that reduce
+    gradients (DDP, ZeRO) would wait for it for ever.
     """
     missing = length + 1 - batch["input_ids"].shape[1]
     if missing <= 0:

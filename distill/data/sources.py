@@ -22,12 +22,12 @@ Record = tuple[str, Any]  # where it stands, to be named in errors; what its col
 
 @dataclass(frozen=True)
 class Source:
-    """Something opened whose records can be read, in one order, as often as needed.
+    """Records that can be read as often as needed, always in the same order.
 
     Attributes:
         name: what it is called in errors.
         columns: the columns it has, or the keys of its first line.
-        identity: another string once the contents may be others; empty if that cannot be told (a streamed dataset).
+        identity: a string that changes when the contents may have changed; empty for a streamed dataset.
         read: yields the records of one column; raises RetrofitError where one has no such column.
     """
 
@@ -51,7 +51,7 @@ def open_source(
         streaming: do not download or convert a dataset before its first record is read.
 
     Raises:
-        RetrofitError: nothing there, not readable as what it is, no such split, or options it does not have.
+        RetrofitError: nothing is there, it cannot be read, or it has no such split or option.
     """
     with reading(source):
         opened = _open(source, name, revision, split, streaming)
@@ -60,7 +60,7 @@ def open_source(
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """One sentence for whatever a reader raises inside the block: its files, formats and networks fail in many ways.
+    """Turn whatever a reader raises inside the block into one sentence.
 
     Raises:
         RetrofitError: ``what`` cannot be read, or ``datasets`` has no room for its cache of it.
@@ -96,21 +96,26 @@ def _open(source: str, name: str | None, revision: str | None, split: str, strea
     if path.is_file():
         for key, value in (("data_name", name), ("data_revision", revision)):
             if value is not None:
-                raise RetrofitError(f"{key}: {path} is a file and has none: leave it out")
+                raise RetrofitError(f"{key}: {path} is a file and has none: remove this key")
         if split != "train":
-            raise RetrofitError(f"data_split: {path} is a file and has no splits: leave it out")
+            raise RetrofitError(f"data_split: {path} is a file and has no splits: remove this key")
         if suffix == ".json":
-            raise RetrofitError(f"{path}: a .json file would be learned brackets and all: give JSON Lines as .jsonl")
+            raise RetrofitError(
+                f"{path}: a .json file is not supported: write JSON Lines, one object per line, to a .jsonl file"
+            )
         if suffix in (".jsonl", ".ndjson"):
             return Source(str(path), _first_keys(path), _identity(path), lambda column: _jsonl(path, column))
         if suffix == ".parquet":
             return Source(str(path), _parquet_columns(path), _identity(path), lambda column: _parquet(path, column))
         if streaming:
-            raise RetrofitError(f"{path} is one document, which cannot be streamed: give JSONL or Parquet")
+            raise RetrofitError(
+                f"{path} is one document, which cannot be streamed: give a JSONL or Parquet file, or train without "
+                "streaming"
+            )
         return Source(str(path), ["text"], _identity(path), lambda _: iter([(str(path), _text_file(path))]))
     if path.is_dir():
         if revision is not None:
-            raise RetrofitError(f"data_revision: {path} is a folder here and has none: leave it out")
+            raise RetrofitError(f"data_revision: {path} is a local folder and has none: remove this key")
         return _dataset(str(path), _load_folder(path, name, streaming), split)
     if HUB_ID.fullmatch(source) and suffix not in FILE_SUFFIXES:
         import datasets
@@ -132,7 +137,9 @@ def checked_text(value: Any, where: str, what: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise RetrofitError(f"{where}: {what} holds half a surrogate pair, which is no text: write it anew") from None
+        raise RetrofitError(
+            f"{where}: {what} holds half a surrogate pair, which is not valid text: remove it"
+        ) from None
     return value
 
 
@@ -140,7 +147,7 @@ def checked_text(value: Any, where: str, what: str) -> str:
 
 
 def _identity(path: Path) -> str:
-    """A file by name, size and time of change, as build tools tell whether it is still the same."""
+    """A hash of a file's name, size and time of change, by which build tools too tell whether it has changed."""
     status = path.stat()
     return sha256(
         f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode(errors="surrogateescape")
@@ -181,7 +188,7 @@ def _first_keys(path: Path) -> list[str]:
 def _jsonl(path: Path, column: str) -> Iterator[Record]:
     for where, row in _objects(path):
         if column not in row:
-            raise RetrofitError(f"{where} has no {column!r}, only {_names(row)}: all lines need the same keys")
+            raise RetrofitError(f"{where} has no {column!r}, only {_names(row)}: every line needs the same keys")
         yield where, row[column]
 
 
@@ -208,7 +215,7 @@ def _load_folder(path: Path, name: str | None, streaming: bool) -> Any:
     if not ((path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()):
         return datasets.load_dataset(str(path), name, streaming=streaming)
     if name is not None:
-        raise RetrofitError(f"data_name: {path} was saved by datasets and has none: leave it out")
+        raise RetrofitError(f"data_name: {path} was saved by datasets and has none: remove this key")
     return datasets.load_from_disk(str(path))
 
 
@@ -220,7 +227,7 @@ def _dataset(name: str, data: Any, split: str) -> Source:
             raise RetrofitError(f"{name} has no split {split!r}{hint}, only {_names(data)}: choose one as data_split")
         data = data[split]
     elif split != "train":
-        raise RetrofitError(f"data_split: {name} was saved without splits: leave it out")
+        raise RetrofitError(f"data_split: {name} was saved without splits: remove this key")
     columns = list(data.column_names or next(iter(data), {}))  # of a stream, which is opened here
     return Source(name, columns, getattr(data, "_fingerprint", ""), lambda column: _rows(name, data, column))
 

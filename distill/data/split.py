@@ -45,13 +45,13 @@ class Split:
         """Refuse to measure on ``count`` held-out rows of which nothing from position ``start`` on is labelled.
 
         Raises:
-            RetrofitError: so it is.
+            RetrofitError: that is the case.
         """
         ids, labels = self.held_out.head(count).batch()
         if labels is not None and not (labels[:, start + 1 :] != IGNORED).any():
             raise RetrofitError(
                 f"none of the {len(ids)} held-out conversations has an answer beyond {start} tokens (window and "
-                "sinks), so nothing could be measured: hold out more, or take a smaller window"
+                "sinks), so nothing could be measured: set a larger holdout or a smaller window"
             )
 
     def sentence(self) -> str:
@@ -107,10 +107,10 @@ def load_rows(
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
-    """Refuse a tokenizer with ids that the base has no embedding for: the first such token would end the run.
+    """Refuse a tokenizer with ids that the base has no embedding for.
 
     Raises:
-        RetrofitError: so it is.
+        RetrofitError: that is the case.
     """
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= config.vocab_size:
@@ -121,7 +121,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
 
 
 def _kept(data: Any, min_length: int) -> tuple[np.ndarray, np.ndarray, Counts]:
-    """Which rows are long enough, their tokens, and what became of all."""
+    """The rows that are long enough, how many tokens each has, and the counts of all rows."""
     import pyarrow.compute as pc
 
     table = data.with_format("arrow")[:]
@@ -136,7 +136,7 @@ def _packed(rows: TokenRows, data: Any, min_length: int, holdout: float) -> Spli
     kept, _, counts = _kept(data, min_length)
     where, seq_len = rows.source.name, rows.seq_len
     if not len(kept):
-        raise RetrofitError(f"{where} is empty: there is no text in it to distil on{_only_short(counts, min_length)}")
+        raise RetrofitError(f"{where} is empty: there is no text in it to learn from{_only_short(counts, min_length)}")
     table = (data if len(kept) == len(data) else data.select(kept)).with_format("arrow")[:]
     parts = [chunk.flatten().to_numpy() for chunk in table["input_ids"].chunks]
     tokens = torch.from_numpy(np.concatenate(parts))
@@ -176,7 +176,7 @@ def _stream(rows: TokenRows, min_length: int, eval_rows: int, collator: PaddingC
     first = list(islice(stream.items(Counts()), eval_rows))
     held_out: PackedRows | ChatRows
     if not first:
-        raise RetrofitError(f"{rows.source.name} is too short: it does not hold one row")
+        raise RetrofitError(f"{rows.source.name} is too short: it does not fill one row")
     if rows.format == "chat":
         held_out = ChatRows([{"input_ids": row["input_ids"], "answer": row["labels"] >= 0} for row in first])
     else:

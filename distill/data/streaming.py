@@ -63,6 +63,6 @@ class StreamedRows(IterableDataset):
                 yield row
             if row is None:
                 raise RetrofitError(
-                    f"{self.name} is too short: it holds no row beyond the {self.skip} that are held out, take fewer "
-                    "eval_rows"
+                    f"{self.name} is too short: it has no row besides the {self.skip} that are held out: set "
+                    "smaller eval_rows"
                 )

@@ -123,17 +123,19 @@ def find_column(source: Source, data_format: str) -> str:
     kinds = [kind for kind in found if found[kind]] if data_format == "auto" else [data_format]
     if len(kinds) > 1:
         both = " and ".join(repr(found[kind][0]) for kind in kinds)
-        raise RetrofitError(f"{source.name} has both {both}: choose with data_format text or chat")
+        raise RetrofitError(f"{source.name} has both {both}: set data_format to text or chat")
     if not kinds or not found[kinds[0]]:
         wanted = [repr(name) for kind in kinds or COLUMNS for name in COLUMNS[kind]]
         there = ", ".join(map(repr, source.columns))
         if not there:
             raise RetrofitError(f"{source.name} is empty: there is nothing in it to learn from")
-        raise RetrofitError(f"{source.name} has no column {' or '.join(wanted)}, only {there}: rename the one to learn")
+        raise RetrofitError(
+            f"{source.name} has no column {' or '.join(wanted)}, only {there}: rename the column to learn from"
+        )
     unread = [name for name in BESIDE if kinds[0] == "chat" and name in source.columns]
     if unread:
         names = " and ".join(map(repr, unread))
-        print(f"note: {source.name}: {names} beside the conversations is not read", file=sys.stderr)
+        print(f"note: {source.name} also has {names}, which is not read", file=sys.stderr)
     return found[kinds[0]][0]
 
 

@@ -75,7 +75,9 @@ def run_all(
         write_text(draft / "table.md", markdown(rows))
     if json_file is not None:
         write_rows(json_file, rows)
-    console.print(f"means over the seeds; the table is in {output} ({time.perf_counter() - began:.0f} s in all)")
+    console.print(
+        f"The figures are means over the seeds. The table is in {output} ({time.perf_counter() - began:.0f} s in all)"
+    )
     return rows
 
 

@@ -135,7 +135,7 @@ def run_demo(
             if not torch.equal(logits, model(held_out[:BATCH]).logits):
                 raise RetrofitError(f"{output / 'model'} does not compute what the distilled model computes")
         print_recall(console, model, questions, completions)
-    console.print(f"\nadapter, base and model are in {output} ({time.perf_counter() - began:.0f} s in all)")
+    console.print(f"\nAdapter, base and model are in {output} ({time.perf_counter() - began:.0f} s in all).")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""How a process of many says why it ended: to the launcher, which prints it once. Imports no torch."""
+"""Many processes: launching them, what they agree on, DeepSpeed. Here: how one of them says why it ended (no torch)."""
 
 import json
 import os

@@ -29,7 +29,7 @@ class Machines:
     """Where the processes run, in torchrun's words.
 
     Raises:
-        RetrofitError: a value that cannot be, more processes than GPUs, or several machines without an address.
+        RetrofitError: an impossible value, more processes than GPUs, or several machines without an address.
     """
 
     nproc: int | None = None  # processes on this machine
@@ -40,21 +40,23 @@ class Machines:
 
     def __post_init__(self) -> None:
         if self.nnodes > 1 and self.master_addr is None:
-            raise RetrofitError("--nnodes: give --master-addr too, the address of the machine with --node-rank 0")
+            raise RetrofitError("--nnodes: give --master-addr as well, the address of the machine with --node-rank 0")
         if self.node_rank >= self.nnodes:
-            raise RetrofitError(f"--node-rank {self.node_rank}: with --nnodes {self.nnodes} it is below {self.nnodes}")
+            raise RetrofitError(
+                f"--node-rank {self.node_rank}: with --nnodes {self.nnodes} it must be below {self.nnodes}"
+            )
         if started_together():
             local = os.environ.get("LOCAL_WORLD_SIZE", str(self.nproc))
             if self.nproc is not None and str(self.nproc) != local:
                 raise RetrofitError(
-                    f"--nproc {self.nproc}: a launcher has started {local} processes here already: leave --nproc away"
+                    f"--nproc {self.nproc}: a launcher has already started {local} processes here: remove --nproc"
                 )
             return
         gpus = torch.cuda.device_count()
         if self.nproc is not None and 0 < gpus < self.nproc:
             raise RetrofitError(
                 f"--nproc {self.nproc}: this machine has {gpus} GPU{'s' if gpus > 1 else ''}, and each process needs "
-                "one; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
+                "one: give a smaller number, or set CUDA_VISIBLE_DEVICES to nothing to run on the CPU"
             )
 
     def needed(self, deepspeed: bool) -> bool:
@@ -99,7 +101,7 @@ def launch(command: list[str], machines: Machines) -> None:
         (error,) = errors
         if isinstance(error, ChildFailedError):
             _explain(error, Path(logs), bool(received))
-        raise RetrofitError(f"the processes did not find each other: {' '.join(str(error).split())}") from error
+        raise RetrofitError(f"the processes could not connect to each other: {' '.join(str(error).split())}") from error
 
 
 def _config(machines: Machines, count: int, logs: str) -> Any:
@@ -161,8 +163,8 @@ def _explain(error: Any, logs: Path, stopped: bool) -> None:
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        hint = ": the machine ran out of memory, most likely" if name == "SIGKILL" else ""
-        raise RetrofitError(f"process {rank} was ended by {name}{hint}; --resume goes on from the last checkpoint")
+        hint = ": most likely the machine ran out of memory" if name == "SIGKILL" else ""
+        raise RetrofitError(f"process {rank} was ended by {name}{hint}; --resume continues from the last checkpoint")
     text = failure.message
     if failure.error_file == "<N/A>":
         text = "".join(file.read_text(errors="replace") for file in logs.glob(f"**/{failure.local_rank}/stderr.log"))

@@ -133,12 +133,10 @@ def join(deepspeed: bool) -> Processes:
 
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise RetrofitError(
-            "FSDP is not supported: leave it out of accelerate's configuration and pass --deepspeed zero3"
+            "FSDP is not supported: remove it from accelerate's configuration and pass --deepspeed zero3"
         )
     if not deepspeed and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        raise RetrofitError(
-            "accelerate's configuration asks for DeepSpeed: leave it out there, and pass --deepspeed FILE"
-        )
+        raise RetrofitError("accelerate's configuration asks for DeepSpeed: remove it there and pass --deepspeed FILE")
     ours = not dist.is_initialized()
     if deepspeed:
         # use_cpu=True or ACCELERATE_USE_CPU would have the DeepSpeed configuration ignored without a word, and without

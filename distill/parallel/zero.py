@@ -53,7 +53,7 @@ def read_config(name: str | None) -> dict[str, Any] | None:
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if stage not in (1, 2, 3):
         raise RetrofitError(
-            f"deepspeed: {path} sets zero_optimization.stage to {stage!r}, not to 1, 2 or 3: leave deepspeed out of "
+            f"deepspeed: {path} sets zero_optimization.stage to {stage!r}, not to 1, 2 or 3: remove deepspeed from "
             "the recipe for plain data parallelism"
         )
     return FROM_THE_RECIPE | config
@@ -63,8 +63,7 @@ def find_config(name: str | None) -> dict[str, Any] | None:
     """As :func:`read_config`, checked by DeepSpeed itself, which has to be installed.
 
     Raises:
-        RetrofitError: DeepSpeed is missing or too old, or refuses a value; it would wait for ever for an offload device
-            that there is none of.
+        RetrofitError: DeepSpeed is missing or too old, or refuses a value.
     """
     config = read_config(name)
     if config is None:
@@ -80,7 +79,9 @@ def find_config(name: str | None) -> dict[str, Any] | None:
         if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme":
             raise RetrofitError(f"deepspeed: {name}: {key} to nvme is not supported: offload to cpu")
     if config.get("elasticity"):
-        raise RetrofitError(f"deepspeed: {name}: elasticity is not supported, a run has one batch size: leave it out")
+        raise RetrofitError(
+            f"deepspeed: {name}: elasticity is not supported, because a run has one batch size: remove it"
+        )
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -89,21 +90,21 @@ def find_config(name: str | None) -> dict[str, Any] | None:
         kind = config[key].get("type") if isinstance(config.get(key), dict) else config.get(key)
         if kind is not None and kind not in known and str(kind).lower() not in known:
             raise RetrofitError(
-                f"deepspeed: {name}: {key} {kind!r} is not one of DeepSpeed's{nearest(str(kind), known)}: leave "
-                f"{key} out, the recipe has one"
+                f"deepspeed: {name}: {key} {kind!r} is not one of DeepSpeed's{nearest(str(kind), known)}: remove "
+                f"{key}, the recipe has its own"
             )
     try:
         DeepSpeedZeroConfig(**zero)
     except Exception as error:  # pydantic's, and what DeepSpeed's own checks raise
         raise RetrofitError(
-            f"deepspeed: {name}: DeepSpeed does not take this zero_optimization: {' '.join(str(error).split())}"
+            f"deepspeed: {name}: DeepSpeed refuses this zero_optimization: {' '.join(str(error).split())}"
         ) from None
     return config
 
 
 @contextmanager
 def agreeing(name: str | None) -> Iterator[None]:
-    """One sentence for what transformers says inside the block of values that are not the recipe's.
+    """Turn transformers' list of values that differ from the recipe's into one sentence.
 
     Raises:
         RetrofitError: the DeepSpeed configuration called ``name`` holds some.
@@ -115,8 +116,8 @@ def agreeing(name: str | None) -> Iterator[None]:
         if not values:
             raise
         raise RetrofitError(
-            f"deepspeed: {name} does not agree with the recipe ({'; '.join(values)}): write auto there, and leave "
-            "bf16 and fp16 out"
+            f"deepspeed: {name} does not agree with the recipe ({'; '.join(values)}): write auto there, and remove "
+            "bf16 and fp16"
         ) from None
 
 

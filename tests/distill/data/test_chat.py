@@ -104,7 +104,7 @@ USER, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content":
 BAD = {
     "no list": ("hello", "here: a conversation is a list of messages"),
     "null": (None, "here: a conversation is a list of messages"),
-    "empty": ([], "here: a conversation is a list of messages, and at least one"),
+    "empty": ([], "here: a conversation must be a list of at least one message"),
     "no object": ([USER, "b"], "here, message 2 is no object"),
     "wrong role": (
         [USER, {"role": "asistant", "content": "b"}],

@@ -1,7 +1,7 @@
 """`retrofit distill R --dry-run`: what a run will be and what it will take, from its base's configuration alone.
 
 Operations per sequence of T tokens, P being the body's weights, V E the head's, T' the scored positions; A and G are
-attention over the pairs that are seen and the memory's scan (retrofit/flops.py):
+attention over the pairs that are seen and the memory's scan (retrofit/costs/flops.py):
 
     teacher    2 P T + A(full)
     student    2 P T + A(window) + G
@@ -31,8 +31,8 @@ from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
 from retrofit.bases import base_config
 from retrofit.costs.estimate import DTYPES, layer_memories
+from retrofit.costs.flops import Shape, attention_flops, distinct
 from retrofit.files import write_json
-from retrofit.flops import Shape, attention_flops, distinct, memory_flops
 from retrofit.patching import skeleton
 from retrofit.table import print_table
 
@@ -212,7 +212,7 @@ def _sequence(config: Any, recipe: Recipe, window: tuple[int, int]) -> tuple[flo
     shape, T = Shape.of(config), recipe.seq_len
     layers = distinct(layer_memories(config, _settings(recipe, *window)))
     attention = sum(count * attention_flops(shape, memory, T) for memory, count in layers)
-    scan = sum(count * memory_flops(shape, memory, T) for memory, count in layers)
+    scan = sum(count * memory.flops(T) for memory, count in layers if memory is not None)
     body, scored = 2 * shape.body * T, max(0, T - sum(window))
     with_teacher = recipe.loss != "ce"
     teacher = body + shape.layers * attention_flops(shape, None, T) if with_teacher else 0

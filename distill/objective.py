@@ -16,7 +16,7 @@ from torch import Tensor
 from distill.lora import lora_off
 from distill.loss import chunked_ce, chunked_kl, scored_positions
 from patches.errors import RetrofitError
-from retrofit.evaluate import hidden_states
+from retrofit.evaluation.scores import hidden_states
 from retrofit.head import gathered
 
 Batch = dict[str, Tensor]

@@ -33,7 +33,6 @@ from distill.progress import progress_bar
 from distill.recipe import Recipe
 from distill.results import COLUMNS, card_details, compare, title
 from distill.resume import DATA_FILE, RECIPE_FILE, check_same_data, check_same_recipe, describe_data, last_whole
-from distill.settings import settings
 from distill.trainer import DRAFT, DistillTrainer
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config
@@ -42,6 +41,7 @@ from retrofit.files import check_output, no_empty_folders, write_folder, write_j
 from retrofit.fingerprint import difference
 from retrofit.head import gathered
 from retrofit.loading import load_config, load_tokenizer
+from retrofit.settings import settings
 from retrofit.table import finite, print_table
 
 RESULTS = ("adapter", LORA, "model")

@@ -24,7 +24,7 @@ from distill.parallel.zero import is_partitioned, keep_base_out, partition, wind
 from distill.windows import check_draws, draw_window
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
-from retrofit.evaluate import gap_closed
+from retrofit.evaluation.scores import gap_closed
 from retrofit.families import is_retrofit
 from retrofit.fingerprint import fingerprint
 from retrofit.head import gathered

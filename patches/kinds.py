@@ -10,7 +10,8 @@ from .h2o import H2O
 from .infini import InfiniAttention
 from .joint import JointMemory
 from .kvm import KVM
-from .memory import Memory, WindowOnly
+from .memory import Memory
+from .on_window import WindowOnly
 from .tensor_cache import TensorCache
 from .tova import Tova
 

@@ -226,8 +226,8 @@ def test_a_run_does_not_replace_what_it_reads(recipe: Recipe, what: str) -> None
 
 
 def test_weights_that_are_not_finite_after_the_last_step_are_not_exported(recipe: Recipe) -> None:
-    with pytest.raises(RetrofitError, match="weights are not finite after step 2"):
-        distill(changed(recipe, lr=1e300, warmup=0.0, steps=2, eval_steps=100, save_steps=100))
+    with pytest.raises(RetrofitError, match="weights are not finite after step 1"):
+        distill(changed(recipe, lr=1e300, warmup=0.0, steps=1))
     assert {path.name for path in Path(str(recipe.output)).iterdir()} <= {"log.jsonl", "recipe.yaml", "run.json"}
 
 

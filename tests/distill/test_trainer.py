@@ -19,7 +19,7 @@ from distill.data.rows import PackedRows
 from distill.data.split import load_rows
 from distill.objective import Objective
 from patches.errors import RetrofitError
-from retrofit.evaluate import evaluate
+from retrofit.evaluation.scores import evaluate
 
 Model = Any
 
@@ -59,7 +59,7 @@ def opened(model: Model) -> Model:
     """The same with a memory that does something: as patched, it adds exactly nothing."""
     with torch.no_grad():
         for name, parameter in model.memory_parameters():
-            if name.endswith("o_proj.weight"):
+            if name.endswith("read_proj.weight"):
                 parameter.normal_(std=0.5)
     return model
 

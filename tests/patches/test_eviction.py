@@ -13,7 +13,8 @@ from patches.cache import MemoryCacheLayer
 from patches.errors import RetrofitError
 from patches.eviction import Rows
 from patches.kinds import KINDS
-from patches.memory import Step
+from patches.padding import Starts
+from tests.patches.steps import make_step
 
 CASES = {
     "tova": ("tova", {}),
@@ -84,22 +85,9 @@ def attend(memory, q, k, v, pad=None, layer=None):
     """The memory on all tokens at once; ``q``, ``k`` not rotated."""
     n = q.shape[2]
     position = torch.arange(n, dtype=torch.float64)[:, None]
-    step = Step(
-        x=q.new_zeros(len(q), n, HEADS * DIM),
-        q=turn(q, position),
-        k=turn(k, position),
-        v=v,
-        gates=None,
-        layer=layer,
-        seen=0,
-        pad=pad,
-        min_pad=0 if pad is None else int(pad.min()),
-        max_pad=0 if pad is None else int(pad.max()),
-        offset=torch.zeros(1, dtype=torch.long),
-        rotary=rotary,
-        scale=SCALE,
-        dropout=0.0,
-    )
+    pads = (0,) if pad is None else tuple(pad.tolist())
+    rotated = turn(q, position), turn(k, position), v
+    step = make_step(*rotated, turns=rotary, starts=Starts(pads), layer=layer, scale=SCALE)
     return memory.attend(step)[0]
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 from torch.nn.functional import pad as fill
 
-from .frames import Frame
-from .kvm_blocks import Rule, attend_blocks, no_rows
+from patches.frames import Frame
+from patches.kvm_blocks import Rule, attend_blocks, no_rows
 
 LN_EPS = 1e-5
 
@@ -99,7 +99,7 @@ def kvm_attention(
     else:
         k, v, gates = (torch.cat(pair, 2) for pair in ((past.k, k), (past.v, v), (past.gates, gates)))
         seen, rows = past.seen, past.rows
-    frame = Frame(seen, n, None, 0, rule.schedule.chunk, k.device)
+    frame = Frame(seen, n, [0], 0, rule.schedule.chunk, k.device)
     k_laid, v_laid, gates_laid = (frame.lay(x, seen - window, -window) for x in (k, v, gates))
     none = k[:, :, :0]
     out, rows = attend_blocks(frame.lay(q, seen), k_laid, v_laid, gates_laid, none, none, rows, keys, rule, frame)

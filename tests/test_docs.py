@@ -24,6 +24,7 @@ from distill.data.tokens import TokenRows, find_column
 from distill.lora import add_lora, save_lora
 from distill.recipe import Recipe
 from patches.kinds import KINDS
+from retrofit.convert import published_name
 from retrofit.evaluation.run import run_evaluation
 from retrofit.evaluation.settings import Settings
 from retrofit.export import export_model
@@ -78,7 +79,7 @@ def home(
     for run in ("first", "second"):
         retrofit.save_adapter(model, folder / "runs" / run / "adapter")
         export_model(model, folder / "runs" / run / "model", byte_tokenizer)
-    weights = {name.replace(".self_attn.memory.", ".ahn.fn."): p.clone() for name, p in model.memory_parameters()}
+    weights = {published_name("ahn-gdn", name): p.clone() for name, p in model.memory_parameters()}
     weights |= {f"model.layers.{i}.ahn.fn.D": torch.ones(4) for i in range(2)}
     for name in ("AHN_FOLDER", "ByteDance-Seed/AHN-GDN-for-Qwen-2.5-Instruct-3B"):
         (folder / name).mkdir(parents=True)

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn.functional import pad as fill
 
 from .cache import MemoryCacheLayer, Stream, plain_stream
+from .errors import one_of
 from .frames import Frame, blocks_attention, joined_attention, sink_attention, take
 from .linear import wide
 from .memory import Joined, Memory
-from .options import Options, one_of, whole_number
+from .options import Options, whole_number
 from .rotary import Turn, rotate, unrotate
 from .step import Step
 

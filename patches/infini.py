@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import elu
 from transformers import initialization as init
 
+from .errors import one_of
 from .linear import wide
 from .memory import Joined
-from .options import one_of
 from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, per_query
 from .rotary import unrotate
 from .scan import gated_delta_rule, linear_attention

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 from transformers import initialization as init
 
-from .errors import RetrofitError
+from .errors import RetrofitError, one_of
 from .linear import HeadLinear, WideLinear, unit
 from .memory import Joined
 from .on_window import WindowOnly, behind
-from .options import Options, one_of
+from .options import Options
 from .rotary import unrotate
 from .scan import gated_delta_rule, linear_attention
 from .step import Evicted, Step

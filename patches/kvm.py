@@ -14,13 +14,13 @@ from torch.nn.functional import elu, normalize
 from transformers import initialization as init
 
 from .cache import MemoryCacheLayer, plain_stream
-from .errors import RetrofitError
+from .errors import RetrofitError, one_of
 from .frames import Frame, joined_attention, sink_attention
 from .kvm_blocks import Rule, attend_blocks, no_rows
 from .kvm_rows import Budget, Schedule, absorb, prepare, read_rows, schedule
 from .linear import WideLinear, wide
 from .memory import Joined, Memory
-from .options import Options, above_zero, one_of, true_or_false, whole_number
+from .options import Options, above_zero, true_or_false, whole_number
 from .rotary import rotate, unrotate
 from .step import Pass, Step
 

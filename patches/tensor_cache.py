@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .errors import RetrofitError
+from .errors import RetrofitError, one_of
 from .linear import WideLinear, wide
 from .memory import Joined
-from .options import above_zero, one_of, true_or_false, whole_number
+from .options import above_zero, true_or_false, whole_number
 from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, per_query
 from .scan import gated_delta_rule, linear_attention
 from .step import Step

@@ -127,7 +127,9 @@ def pairs(flag: str, items: Iterable[str] | None, taken: Container[str] = ()) ->
 
 def _flag(key: Setting) -> Any:
     """The annotation from which typer makes the flag of a setting."""
-    value: Any = {tuple: GenericAlias(list, (key.item,)), list: str, dict: str}.get(key.kind, key.kind)
+    value: Any = str if key.kind in (list, dict) else key.kind  # lists and mappings are read as YAML
+    if key.kind is tuple:
+        value = GenericAlias(list, (key.item,))
     name = key.flag or f"--{key.name.replace('_', '-')}"
     names = [name] if key.kind is not bool else [f"{name}/--no-{name.removeprefix('--')}"]
     metavar = "|".join(key.choices) or key.metavar or ("YAML" if key.kind in (list, dict) else None)

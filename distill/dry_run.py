@@ -1,7 +1,7 @@
 """`retrofit distill R --dry-run`: what a run will be and what it will take, from its base's configuration alone.
 
 Operations per sequence of T tokens, P being the body's weights, V E the head's, T' the scored positions; A and G are
-attention over the pairs that are seen and the memory's scan (retrofit/flops.py):
+attention over the pairs that are seen and the memory's scan (retrofit/costs/flops.py):
 
     teacher    2 P T + A(full)
     student    2 P T + A(window) + G
@@ -23,16 +23,16 @@ import yaml
 
 from distill.lora import add_lora
 from distill.objective import Objective
+from distill.preflight import check_recipe
 from distill.recipe import Recipe
 from distill.simulate import step_bytes
 from distill.windows import check_draws, draw_window
 from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
-from patches.kinds import find_kind
 from retrofit.bases import base_config
 from retrofit.costs.estimate import DTYPES, layer_memories
+from retrofit.costs.flops import Shape, attention_flops, distinct
 from retrofit.files import write_json
-from retrofit.flops import Shape, attention_flops, distinct, memory_flops
 from retrofit.patching import skeleton
 from retrofit.table import print_table
 
@@ -53,7 +53,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe comes to. Operations and bytes of one GPU, which does the same work however many there are."""
+    """What a recipe costs, for one GPU: each does the same work however many there are."""
 
     base_parameters: int
     trained: int
@@ -86,11 +86,8 @@ def plan(recipe: Recipe) -> Plan:
             fit it.
     """
     if recipe.base is None:
-        raise RetrofitError("the recipe leaves 'base' open: give it there, or with --base")
-    kind = find_kind(recipe.memory)
-    kind.read_options(recipe.options)
-    if not kind.trainable:
-        raise RetrofitError(f"memory {recipe.memory!r} has nothing to fit: export it as it is with `retrofit patch`")
+        raise RetrofitError("the recipe has no 'base': set it in the recipe or with --base")
+    check_recipe(recipe)
     config, origin = base_config(recipe.base)
     check_base(config, recipe.window, recipe.sinks)
     own = getattr(config, "dtype", None)
@@ -169,7 +166,7 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
         f"base: {recipe.base}, {plan.base_parameters:,} parameters, frozen ({plan.origin})",
         f"trained: {plan.trained:,} parameters ({plan.trained / plan.base_parameters:.2%} of the base)",
         f"sinks and window: {drawn}; scored positions per row: {plan.scored:,.0f} at most",
-        f"TFLOP per step and GPU: {flops} (it is {chosen})",
+        f"TFLOP per step and GPU: {flops} (checkpointing is {chosen})",
         f"hours: {took:,.2f} for {recipe.steps} steps on any number of GPUs, at "
         f"{utilisation:.0%} of {peak_tflops:,.0f} TFLOP/s (989 is H100 and H200, dense bfloat16), full rows",
         "GiB: weights and optimizer by formula, activations from the step run on tensors without data, within 15 % of "
@@ -215,7 +212,7 @@ def _sequence(config: Any, recipe: Recipe, window: tuple[int, int]) -> tuple[flo
     shape, T = Shape.of(config), recipe.seq_len
     layers = distinct(layer_memories(config, _settings(recipe, *window)))
     attention = sum(count * attention_flops(shape, memory, T) for memory, count in layers)
-    scan = sum(count * memory_flops(shape, memory, T) for memory, count in layers)
+    scan = sum(count * memory.flops(T) for memory, count in layers if memory is not None)
     body, scored = 2 * shape.body * T, max(0, T - sum(window))
     with_teacher = recipe.loss != "ce"
     teacher = body + shape.layers * attention_flops(shape, None, T) if with_teacher else 0

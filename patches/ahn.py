@@ -1,7 +1,8 @@
 """Artificial Hippocampus Networks (arXiv 2510.07318): a matrix per query head, added before the output projection.
 
-Three rules write it: the delta rule, the gated delta rule, and Mamba2's decayed sum. Names, shapes and initial values
-are those of the published checkpoints. Where the paper and the code that made them differ, the code is followed:
+Three rules write it: the delta rule, the gated delta rule, and Mamba2's decayed sum. Shapes and initial values are
+those of the published checkpoints, and so are names, but for ``read_proj`` and ``read_norm``: who aims at the base's
+``o_proj`` by name must not hit a memory. Where the paper and the code that made them differ, the code is followed:
 queries and keys have unit length, the read is normalised, the output gate is a silu; the delta rules scale the read by
 ``d**-0.5`` and gate after the norm of each head, Mamba2 does not scale and gates before one norm over all heads.
 """
@@ -14,33 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .memory import MatrixMemory
+from .linear import HeadLinear, ReadNorm, WideLinear, unit
+from .on_window import MatrixMemory
 from .scan import gated_delta_rule, linear_attention
-
-UNIT_EPS = 1e-6  # inside the root of the l2 norm, as in the published models' kernels
-NORM_EPS = 1e-5  # of the RMSNorm after the read
-
-
-class ReadNorm(nn.Module):
-    """RMSNorm over the last dimension: one head (its weight shared by all), or all heads together."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPS) * self.weight.to(x.dtype)
-
-
-class HeadLinear(nn.Module):
-    """One square matrix per head, multiplied from the right: ``(B, n, H, D) -> (B, n, H, D)``."""
-
-    def __init__(self, heads: int, dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads, dim, dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bnhi,hio->bnho", x, self.weight.to(x.dtype))
 
 
 class DeltaNet(MatrixMemory):
@@ -48,29 +25,25 @@ class DeltaNet(MatrixMemory):
 
     kind = "ahn-dn"
 
+    def state_flops(self, evicted: int) -> int:
+        return 3 * 2 * self.state_elements() * evicted  # a write, a read by the query, and one by the key
+
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
         super().__init__(config, window, sinks, options)
-        self.b_proj = nn.Linear(self.hidden_size, self.heads, bias=False)
-        self.g_proj = nn.Linear(self.hidden_size, self.heads, bias=False)
-        self.o_norm = ReadNorm(self.head_dim)
-        self.o_proj = HeadLinear(self.heads, self.head_dim)
+        self.b_proj = WideLinear(self.hidden_size, self.heads, bias=False)
+        self.g_proj = WideLinear(self.hidden_size, self.heads, bias=False)
+        self.read_norm = ReadNorm(self.head_dim)
+        self.read_proj = HeadLinear(self.heads, self.head_dim)
 
     def reset_parameters(self) -> None:
         init.normal_(self.b_proj.weight, std=0.02)
         init.normal_(self.g_proj.weight, std=0.02)
-        init.ones_(self.o_norm.weight)
-        init.zeros_(self.o_proj.weight)  # a fresh memory adds exactly nothing, and still has a gradient
-
-    def state_elements(self) -> int:
-        return self.heads * self.head_dim**2
+        init.ones_(self.read_norm.weight)
+        init.zeros_(self.read_proj.weight)  # a fresh memory adds exactly nothing, and still has a gradient
 
     def write_gates(self, x: Tensor) -> Tensor:
         """``beta`` of each head, ``(B, n, H)``, float32."""
-        return _linear(x, self.b_proj.weight).sigmoid()
-
-    def silence(self, gates: Tensor, valid: Tensor) -> Tensor:
-        # no writing strength, and a log decay of 0
-        return gates * valid.unsqueeze(-1)
+        return self.b_proj(x).sigmoid()
 
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
@@ -83,9 +56,9 @@ class DeltaNet(MatrixMemory):
         read, state = gated_delta_rule(
             unit(q), k, v, beta, log_decay if log_decay.shape[1] else None, state, scale=self.head_dim**-0.5
         )
-        read = self.o_norm(read.transpose(1, 2))  # (B, m, H, D)
-        gate = F.silu(_linear(x, self.g_proj.weight)).unsqueeze(-1)
-        return self.o_proj(read * gate), state
+        read = self.read_norm(read.transpose(1, 2))  # (B, m, H, D)
+        gate = F.silu(self.g_proj(x)).unsqueeze(-1)
+        return self.read_proj(read * gate), state
 
 
 class GatedDeltaNet(DeltaNet):
@@ -95,7 +68,7 @@ class GatedDeltaNet(DeltaNet):
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
         super().__init__(config, window, sinks, options)
-        self.a_proj = nn.Linear(self.hidden_size, self.heads, bias=False)
+        self.a_proj = WideLinear(self.hidden_size, self.heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
 
@@ -109,8 +82,8 @@ class GatedDeltaNet(DeltaNet):
 
     def write_gates(self, x: Tensor) -> Tensor:
         """``beta`` and the log decay of each head, ``(B, n, 2 H)``, float32."""
-        rate = F.softplus(_linear(x, self.a_proj.weight) + self.dt_bias.to(_wide(x.dtype)))
-        log_decay = -self.A_log.to(rate.dtype).exp() * rate
+        speed = self.a_proj(x)
+        log_decay = -self.A_log.to(speed.dtype).exp() * F.softplus(speed + self.dt_bias.to(speed.dtype))
         return torch.cat([super().write_gates(x), log_decay], -1)
 
 
@@ -124,12 +97,12 @@ class Mamba2(MatrixMemory):
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
         super().__init__(config, window, sinks, options)
-        self.dt_proj = nn.Linear(self.hidden_size, self.heads)
+        self.dt_proj = WideLinear(self.hidden_size, self.heads)
         self.dt_bias = nn.Parameter(torch.empty(self.heads))  # besides the projection's own: both are published
         self.A_log = nn.Parameter(torch.empty(self.heads))
-        self.g_proj = nn.Linear(self.hidden_size, self.heads)
-        self.norm = ReadNorm(self.heads * self.head_dim)
-        self.o_proj = HeadLinear(self.heads, self.head_dim)
+        self.g_proj = WideLinear(self.hidden_size, self.heads)
+        self.read_norm = ReadNorm(self.heads * self.head_dim)
+        self.read_proj = HeadLinear(self.heads, self.head_dim)
 
     def reset_parameters(self) -> None:
         for projection in (self.dt_proj, self.g_proj):
@@ -137,20 +110,13 @@ class Mamba2(MatrixMemory):
             init.zeros_(projection.bias)
         init.ones_(self.dt_bias)
         init.copy_(self.A_log, torch.arange(1.0, self.heads + 1).log())
-        init.ones_(self.norm.weight)
-        init.zeros_(self.o_proj.weight)
-
-    def state_elements(self) -> int:
-        return self.heads * self.head_dim**2
+        init.ones_(self.read_norm.weight)
+        init.zeros_(self.read_proj.weight)
 
     def write_gates(self, x: Tensor) -> Tensor:
         """The step size of each head, ``(B, n, H)``, float32."""
-        step = _linear(x, self.dt_proj.weight, self.dt_proj.bias)
+        step = self.dt_proj(x)
         return F.softplus(step + self.dt_bias.to(step.dtype))
-
-    def silence(self, gates: Tensor, valid: Tensor) -> Tensor:
-        # a step of 0 neither writes nor forgets
-        return gates * valid.unsqueeze(-1)
 
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
@@ -161,22 +127,6 @@ class Mamba2(MatrixMemory):
         k, v = F.normalize(k, dim=-1).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         log_decay = -step * self.A_log.to(step.dtype).exp()[:, None]
         read, state = linear_attention(F.normalize(q, dim=-1), k, v * step.unsqueeze(-1), log_decay, state)
-        gate = F.silu(_linear(x, self.g_proj.weight, self.g_proj.bias)).unsqueeze(-1)
+        gate = F.silu(self.g_proj(x)).unsqueeze(-1)
         read = read.transpose(1, 2) * gate  # (B, m, H, D)
-        return self.o_proj(self.norm(read.flatten(2)).view_as(read)), state
-
-
-def unit(x: Tensor) -> Tensor:
-    """``x`` scaled to length 1 along its last dimension."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 where the model itself is."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A gate's projection in float32 (or wider), whatever the model's dtype."""
-    wide = _wide(x.dtype)
-    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+        return self.read_proj(self.read_norm(read.flatten(2)).view_as(read)), state

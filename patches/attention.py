@@ -1,45 +1,21 @@
 """The attention of a patched layer: the base's own while nothing was evicted, the memory's afterwards.
 
-Follow a token here: projected and rotated, it enters the window; W tokens later it leaves it and ``Memory.attend``
-writes it to the state (or, if it is a sink, keeps it); from then on queries read it there.
+Follow a token here: projected and rotated, it enters the window; W tokens later it leaves it and the memory writes it
+to its state (or, if it is a sink, keeps it); from then on queries read it there.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
 from .cache import MemoryCacheLayer, adopt
-from .memory import Memory, Step
-from .rotary import Rotary
-
-
-@dataclass
-class MemoryPass:
-    """What every layer must know of a forward pass with the memory on; made once by the model.
-
-    Attributes:
-        seen: tokens before this call, padding included.
-        pad: left padding of each row ``(B,)``, or None when no row is padded.
-        min_pad, max_pad: its extremes.
-        evicting: whether a token leaves a window in this call or has before.
-        offset: rotary position of a slot minus the slot, for each row ``(B or 1,)``.
-        rotary: the model's rotary tables at any positions.
-    """
-
-    seen: int
-    pad: Tensor | None
-    min_pad: int
-    max_pad: int
-    evicting: bool
-    offset: Tensor
-    rotary: Rotary
-
+from .memory import Memory
+from .step import Pass, Step
 
 # what the mixin stands in front of: a family's attention, known to the type checker as anything
 Host: Any = object
@@ -55,12 +31,15 @@ class MemoryAttention(Host):
         shape = (*x.shape[:-1], -1, self.head_dim)
         q, k = self.normalised(self.q_proj(x).view(shape), self.k_proj(x).view(shape))
         q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
-        return q, k, self.v_proj(x).view(shape).transpose(1, 2)
+        v = self.v_proj(x).view(shape).transpose(1, 2)
+        # under autocast the rotation has made them float32; the base's attention would round them when it uses them
+        return q.to(v.dtype), k.to(v.dtype), v
 
-    @property
-    def key_bias(self) -> Tensor | None:
+    def key_bias(self, x: Tensor) -> Tensor | None:
         """What every key ``(H_kv * D,)`` holds before its rotation; families that normalise keys have none."""
-        return self.k_proj.bias
+        if self.k_proj.bias is None:
+            return None
+        return self.k_proj(x.new_zeros(x.shape[-1]))  # called: an offloaded bias is nowhere else
 
     def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys ``(B, n, heads, D)`` before rotation; families that normalise them override this."""
@@ -72,7 +51,7 @@ class MemoryAttention(Host):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any = None,
         past_key_values: Cache | None = None,
-        memory_pass: MemoryPass | None = None,
+        memory_pass: Pass | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As the family's attention; ``memory_pass`` is None with the memory off."""
@@ -84,61 +63,41 @@ class MemoryAttention(Host):
                 past_key_values=past_key_values,
                 **kwargs,
             )
-        memory, layer, gates = self.memory, None, None
-        if past_key_values is not None:
+        memory, layer = self.memory, None
+        if past_key_values is not None:  # the base's forward may have made it just now
             layer = adopt(past_key_values, self.layer_idx, memory.kind, memory.window, memory.sinks)
-            layer.padded = memory_pass.pad is not None
-        if layer is not None or memory_pass.evicting:
-            with torch.autocast(hidden_states.device.type, enabled=False):
-                gates = memory.write_gates(hidden_states)
-        if not memory_pass.evicting:
-            if layer is not None:
-                layer.append_gates(gates)
-            # not self.forward: the first releases of transformers 5 record what passes through that
-            plain = super().forward(
-                hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
-            if layer is not None and memory.observes:
-                with _at_hand(layer, past_key_values):
-                    memory.observe(self._step(hidden_states, position_embeddings, gates, layer, memory_pass))
-            return plain
-
-        step = self._step(hidden_states, position_embeddings, gates, layer, memory_pass)
+            if self.layer_idx == memory_pass.keeper:
+                layer.starts = memory_pass.starts
+        step = Step(
+            memory_pass.to(hidden_states.device),
+            hidden_states,
+            *self.rotated_heads(hidden_states, position_embeddings),
+            layer=layer,
+            scale=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            key_bias=self.key_bias(hidden_states) if memory.needs_key_bias else None,
+        )
         with _at_hand(layer, past_key_values):
-            heads, added = memory.attend(step)
+            joined = memory(step)
+        if joined is None:
+            return self._as_the_base(step, attention_mask, past_key_values, kwargs)
+        heads, added = joined
         out = self.o_proj(heads.flatten(2))
         return (out if added is None else out + added), None
 
-    def _step(
-        self,
-        x: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        gates: Tensor | None,
-        layer: MemoryCacheLayer | None,
-        memory_pass: MemoryPass,
-    ) -> Step:
-        q, k, v = self.rotated_heads(x, position_embeddings)
-        return Step(
-            x=x,
-            q=q,
-            k=k,
-            v=v,
-            gates=gates,
-            layer=layer,
-            seen=memory_pass.seen,
-            pad=memory_pass.pad,
-            min_pad=memory_pass.min_pad,
-            max_pad=memory_pass.max_pad,
-            offset=memory_pass.offset,
-            rotary=memory_pass.rotary,
-            scale=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            key_bias=self.key_bias,
-        )
+    def _as_the_base(
+        self, step: Step, mask: Any, cache: Cache | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the family's attention does once it has queries, keys and values, by the same function."""
+        k, v = step.k, step.v
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        name = self.config._attn_implementation
+        attend = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
+        native = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        how = {"dropout": step.dropout, "scaling": step.scale, "sliding_window": native}
+        heads, weights = attend(self, step.q, k, v, mask, **how, **kwargs)
+        return self.o_proj(heads.reshape(*step.x.shape[:-1], -1).contiguous()), weights
 
 
 @contextmanager

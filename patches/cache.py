@@ -5,6 +5,7 @@ eviction it turns into one buffer of S + W slots, ``[sinks | ring]``: token ``t`
 that in decoding the slot to write is the slot of the token that is evicted, and attention reads the buffer as it is.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from .errors import RetrofitError
+from .padding import Starts
 
 
 @dataclass
@@ -43,7 +45,7 @@ class MemoryCacheLayer(DynamicLayer):
         state: the memory's tensors by name; empty until something was written.
         seen: tokens this layer has been given, padding included.
         evicting: whether the buffer has turned into sinks + ring.
-        padded: whether a row began with padding; its mask is then needed at every call.
+        starts: where each row's text starts; kept on the first of a cache's layers.
     """
 
     is_memory_layer = True
@@ -63,7 +65,7 @@ class MemoryCacheLayer(DynamicLayer):
         self.state: dict[str, Tensor] = {}
         self.seen = 0
         self.evicting = False
-        self.padded = False
+        self.starts = Starts()
 
     # ---- while nothing was evicted ----
 
@@ -179,12 +181,19 @@ class MemoryCacheLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._restart(lambda rows: [rows[index] for index in beam_idx.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._change(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._restart(lambda rows: [row for row in rows for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._change(lambda x: x[indices.to(x.device)])
+        self._restart(lambda rows: torch.arange(len(rows))[indices.cpu()].tolist())
+
+    def _restart(self, choose: Callable[[list[int]], list[int]]) -> None:
+        if self.starts.padded or self.starts.rows > 1:
+            self.starts = self.starts.select(choose(list(range(self.starts.rows))))
 
     def offload(self) -> None:
         self._change(lambda x: x.to("cpu", non_blocking=True))

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn.functional import pad as fill
 
 from .cache import MemoryCacheLayer, Stream, plain_stream
-from .errors import RetrofitError, nearest
+from .errors import one_of
 from .frames import Frame, blocks_attention, joined_attention, sink_attention, take
-from .memory import Memory, Options, Step
-from .rotary import rotate, unrotate
+from .linear import wide
+from .memory import Joined, Memory
+from .options import Options, whole_number
+from .rotary import Turn, rotate, unrotate
+from .step import Step
 
-POOLS = ("average", "max")
-Turn = tuple[Tensor, Tensor]
 GATHERED = 2**22  # keys gathered at a time, in elements: bounds the extra memory of the overlapping windows
 
 
@@ -38,14 +39,10 @@ class CompressiveOptions(Options):
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.pool not in POOLS:
-            hint = nearest(self.pool, POOLS)
-            raise RetrofitError(f"pool={self.pool!r} is not known{hint}: choose 'average' or 'max'")
-        for name, value in (("ratio", self.ratio), ("rows", self.rows)):
-            if name == "rows" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise RetrofitError(f"{name}={value!r}: give a whole number, 1 or more")
+        one_of("pool", self.pool, "average", "max")
+        whole_number("ratio", self.ratio)
+        if self.rows is not None:
+            whole_number("rows", self.rows)
 
 
 class Compressive(Memory):
@@ -74,19 +71,17 @@ class Compressive(Memory):
         """Evicted tokens that may be waiting for their group to complete."""
         return self.options.ratio - 1
 
-    def state_elements(self) -> int:
-        return (self.rows + self.tail) * 2 * self.kv_heads * self.head_dim
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        shape = (self.kv_heads, self.rows + self.tail, self.head_dim)
+        return {"keys": shape, "values": shape}
 
-    def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
-        if tokens is not None and tokens <= self.capacity:
-            return 0
-        return self.state_elements() * dtype.itemsize  # pooled rows stay in the cache's own dtype
+    def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype  # pooled rows stay in the cache's own
 
-    def reset_parameters(self) -> None:
-        pass
-
-    def write_gates(self, x: Tensor) -> Tensor | None:
-        return None
+    def seen_beyond(self, t: Tensor) -> Tensor:
+        index = t - self.sinks
+        groups = ((index - self.window + 1) // self.options.ratio).clamp_min(0)
+        return self.sinks + index - self.options.ratio * groups + 1 + groups.clamp_max(self.rows)
 
     def complete(self, index: int) -> int:
         """Groups that have left the window whole by the time the token at ``index`` attends."""
@@ -107,22 +102,20 @@ class Compressive(Memory):
 
         The largest channel of rotated keys is not the same at other positions: a padded row is pooled at its own.
         """
-        if step.pad is None:
+        if step.now.pad is None:
             return None
-        cos, sin = step.rotary((step.pad + step.offset)[:, None])
-        wide = torch.promote_types(step.k.dtype, torch.float32)
-        return cos.to(wide), sin.to(wide)
+        cos, sin = step.now.turn_of_starts()
+        return cos.to(wide(step.k.dtype)), sin.to(wide(step.k.dtype))
 
-    def attend(self, step: Step) -> tuple[Tensor, Tensor | None]:
-        layer, n = step.layer, step.x.shape[1]
-        pad = None if step.pad is None else step.pad.tolist()
-        frame = Frame(step.seen, n, pad, self.sinks, self.options.ratio, step.q.device)
+    def attend(self, step: Step) -> Joined:
+        layer, n = step.layer, step.now.new
+        frame = step.now.frame(self.sinks, self.options.ratio)
         if layer is not None and self._one_more(step, layer, frame):
             return self._decode(step, layer, frame), None
         stream, queue = self._stream(step)
         before = [self.complete(start - 1) for start in frame.start]
         rows = [
-            _Rows(self, frame, queued, tokens, turn, step.seen, before)
+            _Rows(self, frame, queued, tokens, turn, step.now.seen, before)
             for queued, tokens, turn in zip(queue, (stream.k, stream.v), (self._turn(step), None), strict=True)
         ]
         out = self._blocks(step, frame, stream, rows)
@@ -139,24 +132,24 @@ class Compressive(Memory):
         """The tail, the W slots before this call and its new tokens; the queue's keys and values."""
         layer = step.layer
         if layer is not None and layer.evicting:
-            stream = layer.stream(step.k, step.v, None, step.pad)
-            waiting = torch.arange(step.seen - self.window - self.tail, step.seen - self.window, device=step.k.device)
+            stream = layer.stream(step.k, step.v, None, step.now.pad)
+            waiting = step.now.slots(step.now.seen - self.window - self.tail, self.tail)
             places = self.rows + waiting % max(self.tail, 1)
             k, v = (layer.state[name][:, :, places] for name in ("keys", "values"))
             k, v = torch.cat([k, stream.k], 2), torch.cat([v, stream.v], 2)
             queue = layer.state["keys"][:, :, : self.rows], layer.state["values"][:, :, : self.rows]
             return Stream(k, v, None, stream.sink_k, stream.sink_v), queue
         k, v = step.k, step.v
-        if layer is not None and step.seen:
+        if layer is not None and step.now.seen:
             k, v = torch.cat([layer.keys, k], 2), torch.cat([layer.values, v], 2)
         wide = self.window + self.tail
         empty = k.new_zeros(*k.shape[:2], self.rows, k.shape[3])
-        return plain_stream(k, v, None, step.pad, seen=step.seen, window=wide, sinks=self.sinks), (empty, empty)
+        return plain_stream(k, v, None, step.now.pad, seen=step.now.seen, window=wide, sinks=self.sinks), (empty, empty)
 
     def _blocks(self, step: Step, frame: Frame, stream: Stream, rows: "list[_Rows]") -> Tensor:
         """Attend over sinks, rows and exact tokens, block by block: ``(B, F, H, D)``."""
         ratio, reach = self.options.ratio, self._reach
-        query, sinks = frame.lay(step.q, step.seen), (stream.sink_k, stream.sink_v)
+        query, sinks = frame.lay(step.q, step.now.seen), (stream.sink_k, stream.sink_v)
         pieces = []
         for first, count, size in self._spans(frame, step.k.shape[0] * step.k.shape[1] * step.k.shape[3]):
             span = range(first, first + count * size, size)
@@ -222,10 +215,7 @@ class Compressive(Memory):
 
     def _one_more(self, step: Step, layer: MemoryCacheLayer, frame: Frame) -> bool:
         """Whether this is plain decoding: one token, all sinks there, no graph for in-place writes to break."""
-        if not layer.evicting or step.x.shape[1] != 1 or min(frame.start) < 0:
-            return False
-        graph = (step.q, step.k, step.v, layer.keys, layer.values, layer.state["keys"], layer.state["values"])
-        return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in graph))
+        return layer.evicting and step.now.new == 1 and min(frame.start) >= 0 and not step.differentiates(layer)
 
     def _decode(self, step: Step, layer: MemoryCacheLayer, frame: Frame) -> Tensor:
         """One token: the one it evicts goes to the tail, or completes a group. ``(B, 1, H, D)``."""
@@ -233,7 +223,7 @@ class Compressive(Memory):
         old = [self.complete(index - 1) for index in frame.start]
         new = [self.complete(index) for index in frame.start]
         k, v, _ = layer.push(step.k, step.v, None)
-        slot = step.seen - self.window  # the evicted one
+        slot = step.now.seen - self.window  # the evicted one
         waiting = torch.arange(slot - self.tail, slot, device=device) % max(self.tail, 1) + self.rows
         changed = [row for row, (x, y) in enumerate(zip(old, new, strict=True)) if x != y]
         for name, token, turn in (("keys", k, self._turn(step)), ("values", v, None)):
@@ -252,7 +242,7 @@ class Compressive(Memory):
         place = torch.arange(self.tail, device=device)
         index = slot - (slot - place) % max(self.tail, 1) - frame.column(frame.skip)
         far = torch.cat([queue, (index >= complete * ratio) & (index >= 0)], 1)
-        ring = step.seen - (step.seen - torch.arange(self.window, device=device)) % self.window
+        ring = step.now.seen - (step.now.seen - torch.arange(self.window, device=device)) % self.window
         near = ring >= frame.column(frame.skip)
         near = torch.cat([near.new_ones(len(near), self.sinks), near], 1)
         parts = [(step.q, layer.keys, layer.values, near), (step.q, layer.state["keys"], layer.state["values"], far)]

@@ -14,14 +14,17 @@ these two depend on how a text is cut into calls. ``chunk=1`` is ``"token"`` wri
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from .errors import RetrofitError, nearest
-from .memory import Memory, Options, Step
+from .errors import one_of
+from .linear import wide
+from .memory import Joined, Memory
+from .options import Options, whole_number
+from .step import Step
 
 LOGITS = 2**22  # logits held at a time, in elements
 BLOCK = 128  # queries whose logits are made together where a row is dropped after each
@@ -40,21 +43,9 @@ class EvictionOptions(Options):
     chunk: int = 256
 
     def __post_init__(self) -> None:
-        choose("scope", self.scope, "layer", "head")
-        choose("prefill", self.prefill, "token", "chunk", "full")
-        if type(self.chunk) is not int or self.chunk < 1:
-            raise RetrofitError(f"chunk={self.chunk!r}: give a whole number of tokens, 1 or more")
-
-
-def choose(name: str, value: Any, *choices: str) -> None:
-    """Refuse a ``value`` of option ``name`` that is not one of ``choices``.
-
-    Raises:
-        RetrofitError: it is not.
-    """
-    if value not in choices:
-        has = " or ".join(repr(choice) for choice in choices)
-        raise RetrofitError(f"{name}={value!r} is not known{nearest(value, choices)}: use {has}")
+        one_of("scope", self.scope, "layer", "head")
+        one_of("prefill", self.prefill, "token", "chunk", "full")
+        whole_number("chunk", self.chunk)
 
 
 @dataclass
@@ -104,11 +95,12 @@ class Eviction(Memory):
     The first S tokens are pinned. A subclass gives ``protected``, ``score`` and, if it keeps more than S + W rows,
     ``capacity``.
 
-    A policy that ``observes`` accumulates scores over all queries; they are cached from the first token on.
+    A policy that ``accumulates`` scores over all queries caches them from the first token on.
     """
 
     trainable = False
-    Options: ClassVar[type] = EvictionOptions
+    accumulates: ClassVar[bool] = False
+    Options = EvictionOptions
 
     @property
     def protected(self) -> int:
@@ -129,8 +121,8 @@ class Eviction(Memory):
         """Whether kept tokens take new rotary positions when one is dropped; keys are then held as :meth:`plain`."""
         return False
 
-    def plain(self, x: Tensor, step: Step, slot: Tensor) -> Tensor:
-        """Queries or keys ``(B, H, n, D)`` at ``slot`` (n,) in the form in which they are held."""
+    def plain(self, x: Tensor, step: Step, start: int) -> Tensor:
+        """Queries or keys ``(B, H, n, D)`` of the slots from ``start`` on, in the form in which they are held."""
         return x
 
     def turned(self, q: Tensor, k: Tensor, position: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -142,42 +134,37 @@ class Eviction(Memory):
 
     def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
         """As for every memory: rows beyond S + W, positions (int32) and scores of all rows."""
-        score = torch.promote_types(dtype, torch.float32).itemsize if self.observes else 0
+        score = wide(dtype).itemsize if self.accumulates else 0
         if tokens is not None and tokens <= self.capacity:
             return self._sets * tokens * score  # scores are kept from the first token on
         kept = 2 * self.kv_heads * self.head_dim * (self.capacity - self.window - self.sinks) * dtype.itemsize
         return kept + self._sets * self.capacity * (torch.int32.itemsize + score)
 
-    def reset_parameters(self) -> None:
-        pass
+    def seen_beyond(self, t: Tensor) -> Tensor:
+        past = {"token": 0 * t, "full": t - self.capacity, "chunk": (t - self.capacity) % self.options.chunk}
+        return self.capacity + 1 + past[self.options.prefill]
 
-    def write_gates(self, x: Tensor) -> None:
-        return None
-
-    def attend(self, step: Step) -> tuple[Tensor, None]:
-        with torch.autocast(step.q.device.type, enabled=False):
-            n = step.q.shape[2]
-            slot = torch.arange(step.seen, step.seen + n, device=step.q.device)
-            q = self._queries(step, slot)
-            new = self._rows(self.plain(step.k, step, slot), step.v, step, slot, None)
-            held = self._held(step)
-            pieces = []
-            for first, last, each in self._pieces(n, self.capacity - len(held)):
-                held = held.join(new.part(first, last))
-                look = self._drop_each if each else self._drop_after
-                out, held = look(q[:, :, first:last], held, step)
-                pieces.append(out)
+    def attend(self, step: Step) -> Joined:
+        n = step.now.new
+        q, new, held = self._queries(step), self._new(step), self._held(step)
+        pieces = []
+        for first, last, each in self._pieces(n, self.capacity - len(held)):
+            held = held.join(new.part(first, last))
+            look = self._drop_each if each else self._drop_after
+            out, held = look(q[:, :, first:last], held, step)
+            pieces.append(out)
         heads = torch.cat(pieces, 2).reshape(step.q.shape).transpose(1, 2)
         if step.layer is not None:
             self._keep(held, step)
         return heads.to(step.q.dtype), None
 
     @torch.no_grad()
-    def observe(self, step: Step) -> None:
-        """Score the rows of a cache that the base's own attention has read; called while nothing was evicted."""
-        slot = torch.arange(step.seen, step.seen + step.q.shape[2], device=step.q.device)
-        score = self._look(self._queries(step, slot), self._plain_rows(step), step)[1]
+    def wait(self, step: Step) -> None:
+        """Score the rows that the base's own attention is about to read."""
+        if not self.accumulates:
+            return
         assert step.layer is not None
+        score = self._look(self._queries(step), self._held(step).join(self._new(step)), step)[1]
         step.layer.state["scores"] = score.view(-1, self._sets, score.shape[1])
 
     # ---- two ways to look and drop; both take queries (N, H, n, D) of the last n rows held ----
@@ -281,44 +268,36 @@ class Eviction(Memory):
     def _sets(self) -> int:
         return self.kv_heads if self.options.scope == "head" else 1
 
-    def _queries(self, step: Step, slot: Tensor) -> Tensor:
+    def _queries(self, step: Step) -> Tensor:
         """The new queries by set ``(N, H, n, D)``, float32 or wider."""
-        q = self.plain(step.q.to(torch.promote_types(step.q.dtype, torch.float32)), step, slot)
+        q = self.plain(step.q.to(wide(step.q.dtype)), step, step.now.seen)
         return q.unflatten(1, (self._sets, -1)).flatten(0, 1)
 
-    def _rows(self, k: Tensor, v: Tensor, step: Step, slot: Tensor, score: Tensor | None) -> Rows:
-        """Keys and values ``(B, H_kv, n, D)`` at ``slot`` (n,) as rows of each set; ``score`` (B, sets, n)."""
-        position = slot if step.pad is None else slot - step.pad[:, None]
+    def _new(self, step: Step) -> Rows:
+        return self._rows(self.plain(step.k, step, step.now.seen), step.v, step, step.now.seen, None)
+
+    def _rows(self, k: Tensor, v: Tensor, step: Step, start: int, score: Tensor | None) -> Rows:
+        """Keys and values ``(B, H_kv, n, D)`` from slot ``start`` on as rows of each set; ``score`` (B, sets, n)."""
+        slot, pad = step.now.slots(start, k.shape[2]), step.now.pad
+        position = slot if pad is None else slot - pad[:, None]
         position = position.to(torch.int32).expand(len(k), -1).repeat_interleave(self._sets, 0)
-        wide = torch.promote_types(k.dtype, torch.float32)
-        known = k.new_zeros(position.shape, dtype=wide) if score is None else score.flatten(0, 1)
+        known = k.new_zeros(position.shape, dtype=wide(k.dtype)) if score is None else score.flatten(0, 1)
         k, v = (x.unflatten(1, (self._sets, -1)).flatten(0, 1) for x in (k, v))
         return Rows(k, v, position, known)
-
-    def _plain_rows(self, step: Step) -> Rows:
-        """What a cache holds from which nothing was evicted."""
-        layer = step.layer
-        assert layer is not None
-        slot = torch.arange(layer.seen, device=layer.keys.device)
-        score = layer.state.get("scores")
-        if score is not None:
-            score = torch.nn.functional.pad(score, (0, layer.seen - score.shape[2]))
-        return self._rows(self.plain(layer.keys, step, slot), layer.values, step, slot, score)
 
     def _held(self, step: Step) -> Rows:
         """The rows before this call."""
         layer = step.layer
         if layer is None or not layer.seen:
-            none = slice(0, 0)
-            return self._rows(step.k[:, :, none], step.v[:, :, none], step, torch.arange(0, device=step.k.device), None)
+            return self._rows(step.k[:, :, :0], step.v[:, :, :0], step, 0, None)
         if not layer.evicting:
-            rows = self._plain_rows(step)
+            k = self.plain(layer.keys, step, 0)
+            rows = self._rows(k, layer.values, step, 0, layer.state.get("scores"))
             return rows.part(max(len(rows) - self.capacity, 0), len(rows))  # the surplus is padding in every row
         k, v = (x.unflatten(1, (self._sets, -1)).flatten(0, 1) for x in (layer.keys, layer.values))
         position = layer.state["positions"].flatten(0, 1)
-        wide = torch.promote_types(k.dtype, torch.float32)
-        score = layer.state["scores"].flatten(0, 1) if self.observes else k.new_zeros(position.shape, dtype=wide)
-        return Rows(k, v, position, score)
+        score = layer.state["scores"].flatten(0, 1) if self.accumulates else None
+        return Rows(k, v, position, k.new_zeros(position.shape, dtype=wide(k.dtype)) if score is None else score)
 
     def _keep(self, held: Rows, step: Step) -> None:
         layer = step.layer
@@ -326,7 +305,7 @@ class Eviction(Memory):
         k, v = (x.unflatten(0, (-1, self._sets)).flatten(1, 2) for x in (held.k, held.v))
         layer.hold(k, v, step.q.shape[2])
         layer.state["positions"] = held.position.unflatten(0, (-1, self._sets))
-        if self.observes:
+        if self.accumulates:
             layer.state["scores"] = held.score.unflatten(0, (-1, self._sets))
 
 

@@ -27,10 +27,10 @@ class Frame:
             there to fill it up, and what they read or write must not count.
     """
 
-    def __init__(self, seen: int, n: int, pad: list[int] | None, sinks: int, unit: int, device: torch.device):
-        """Args: tokens before this call, new tokens, each row's padding (None: no row has any), S, the block size."""
+    def __init__(self, seen: int, n: int, pads: list[int], sinks: int, unit: int, device: torch.device):
+        """Args: tokens before this call, new tokens, each row's padding (one 0: no row has any), S, the block size."""
         self.n, self.unit, self.sinks, self.seen, self.device = n, unit, sinks, seen, device
-        self.skip = [p + sinks for p in (pad or [0])]  # slot of index 0
+        self.skip = [pad + sinks for pad in pads]  # slot of index 0
         self.start = [seen - skip for skip in self.skip]
         self.base = [max(start, 0) // unit * unit for start in self.start]
         ahead = max(start - base for start, base in zip(self.start, self.base, strict=True)) + n

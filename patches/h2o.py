@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .errors import RetrofitError
 from .eviction import Eviction, EvictionOptions
+from .options import whole_number
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class H2OOptions(EvictionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.heavy is not None and (type(self.heavy) is not int or self.heavy < 0):
-            raise RetrofitError(f"heavy={self.heavy!r}: give a whole number of tokens, 0 or more")
+        if self.heavy is not None:
+            whole_number("heavy", self.heavy, least=0)
 
 
 class H2O(Eviction):
@@ -34,7 +35,7 @@ class H2O(Eviction):
     """
 
     kind = "h2o"
-    observes = True
+    accumulates = True
     native: int | None = None  # the base's own sliding window
     Options = H2OOptions
 

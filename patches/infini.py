@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.nn.functional import elu
 from transformers import initialization as init
 
-from .memory import Step
-from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, one_of, per_query
+from .errors import one_of
+from .linear import wide
+from .memory import Joined
+from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, per_query
 from .rotary import unrotate
 from .scan import gated_delta_rule, linear_attention
+from .step import Step
 
 
 def write_and_read_steps(
@@ -84,8 +87,8 @@ class InfiniOptions(PopulationOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("write", self.write, ("linear", "delta"))
-        one_of("positions", self.positions, ("rotated", "none"))
+        one_of("write", self.write, "linear", "delta")
+        one_of("positions", self.positions, "rotated", "none")
 
 
 class InfiniAttention(UngatedMemory):
@@ -103,16 +106,20 @@ class InfiniAttention(UngatedMemory):
         init.zeros_(self.beta)
         init.zeros_(self.factor)  # a fresh memory adds exactly nothing, and still has a gradient
 
-    def state_elements(self) -> int:
-        return self.kv_heads * self.head_dim * (self.head_dim + 1)
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        return {"matrix": (self.kv_heads, self.head_dim, self.head_dim), "mass": (self.kv_heads, self.head_dim)}
+
+    @property
+    def products(self) -> float:
+        return super().products + (self.options.write == "delta")
 
     def exchange(self, step: Step, pairs: Pairs, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Readings are ``(B, H, m, D + 1)``: ``q M``, and ``q . z`` behind it."""
-        wide = torch.promote_types(pairs.k.dtype, torch.float32)
-        q, k, v = (x.to(wide) for x in (pairs.q, pairs.k, pairs.v))
+        q, k, v = (x.to(wide(x.dtype)) for x in (pairs.q, pairs.k, pairs.v))
         if self.options.positions == "none":
-            position = pairs.slot + step.offset[:, None]
-            q, k = unrotate(q, *step.rotary(position + pairs.lag)), unrotate(k, *step.rotary(position))
+            m = k.shape[2]
+            q = unrotate(q, *step.now.turn_of_slots(pairs.start + pairs.lag, m))
+            k = unrotate(k, *step.now.turn_of_slots(pairs.start, m))
         else:
             q, k = from_first_token(step, q), from_first_token(step, k)  # features see more than distances
         q, k = elu(q) + 1, elu(k) + 1
@@ -126,7 +133,7 @@ class InfiniAttention(UngatedMemory):
         new = {"matrix": matrix.squeeze(1).unflatten(0, (batch, -1)), "mass": mass.squeeze(1).unflatten(0, (batch, -1))}
         return torch.cat([read, found.unsqueeze(-1)], -1).unflatten(0, (batch, -1)).flatten(1, 2), new
 
-    def join(self, local: Tensor, read: Tensor) -> tuple[Tensor, Tensor | None]:
+    def join(self, local: Tensor, read: Tensor) -> Joined:
         read, found = read[..., :-1], read[..., -1:]
         known = found > 0  # nothing was written yet where it is not
         gate = (self.factor * self.beta.sigmoid()).to(read.dtype).unsqueeze(-1) * known  # (B, n, H, 1)

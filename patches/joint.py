@@ -15,13 +15,15 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 from transformers import initialization as init
 
-from .ahn import HeadLinear, unit
-from .errors import RetrofitError, nearest
-from .memory import Options, Step, WindowOnly
+from .errors import RetrofitError, one_of
+from .linear import HeadLinear, WideLinear, unit
+from .memory import Joined
+from .on_window import WindowOnly, behind
+from .options import Options
 from .rotary import unrotate
 from .scan import gated_delta_rule, linear_attention
+from .step import Evicted, Step
 
-BRANCHES = ("both", "linear")
 MASS_EPS = 1e-3  # beside the mass when the linear branch is read
 NO_MASS = 1e-30  # the log of a smaller mass is not told apart: it weighs nothing against any window
 FORGETTING = 3e-3  # decay per token, about, at the start
@@ -39,9 +41,7 @@ class JointOptions(Options):
     branches: str = "both"
 
     def __post_init__(self) -> None:
-        if self.branches not in BRANCHES:
-            choices = " or ".join(map(repr, BRANCHES))
-            raise RetrofitError(f"branches={self.branches!r}{nearest(self.branches, BRANCHES)}: use {choices}")
+        one_of("branches", self.branches, "both", "linear")
 
 
 class Branch(nn.Module):
@@ -51,10 +51,10 @@ class Branch(nn.Module):
         super().__init__()
         self.q_map = nn.Parameter(torch.empty(heads, dim, features))
         self.k_map = nn.Parameter(torch.empty(heads, dim, features))
-        self.write = nn.Linear(hidden, heads)
-        self.forget = nn.Linear(hidden, heads)
-        self.logit = nn.Linear(hidden, heads)
-        self.o_proj = HeadLinear(heads, dim)
+        self.write = WideLinear(hidden, heads)
+        self.forget = WideLinear(hidden, heads)
+        self.logit = WideLinear(hidden, heads)
+        self.read_proj = HeadLinear(heads, dim)
 
     def reset_parameters(self, logit: float) -> None:
         """``logit``: what is added to the logit in the shared softmax at the start."""
@@ -66,11 +66,11 @@ class Branch(nn.Module):
         for linear, bias in ((self.write, 0.0), (self.forget, rate), (self.logit, logit)):
             init.normal_(linear.weight, std=0.02)
             init.constant_(linear.bias, bias)
-        init.zeros_(self.o_proj.weight)
+        init.zeros_(self.read_proj.weight)
 
     def gates(self, x: Tensor) -> list[Tensor]:
         """Writing strength in (0, 1) and log decay below 0 of tokens with input ``x`` (B, n, E), each ``(B, n, H)``."""
-        return [_linear(self.write, x).sigmoid(), -F.softplus(_linear(self.forget, x))]
+        return [self.write(x).sigmoid(), -F.softplus(self.forget(x))]
 
     def mapped(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """``q`` (B, H, m, D) and ``k`` (B, H_kv, m, D) in this branch's features, both ``(B, H, m, F)``."""
@@ -80,13 +80,13 @@ class Branch(nn.Module):
     def value(self, read: Tensor) -> Tensor:
         """``read`` (B, H, m, D) as a candidate output ``(B, m, H, D)``: ``(I + W) read``."""
         read = read.transpose(1, 2)
-        return read + self.o_proj(read)
+        return read + self.read_proj(read)
 
 
 class LinearBranch(Branch):
     """``S <- a S + beta phi(k) [v, 1]^T``, read as a mean: ``phi(q) S_v / (phi(q) S_1 + eps)``, the mass below it."""
 
-    def read(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Write and read.
@@ -112,10 +112,10 @@ class LinearBranch(Branch):
 class DeltaBranch(Branch):
     """The gated delta rule; its column of ones recalls whether a key is known at all (the *familiarity*)."""
 
-    def read(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`LinearBranch.read`, with the familiarity ``(B, m, H)`` in place of the log mass."""
+        """As :meth:`LinearBranch.forward`, with the familiarity ``(B, m, H)`` in place of the log mass."""
         q, k = (unit(x) for x in self.mapped(q, k))
         beta, log_decay = gates.unbind(1)
         read, state = gated_delta_rule(q, k, v, beta, log_decay, state)
@@ -155,41 +155,40 @@ class JointMemory(WindowOnly):
             self.delta.reset_parameters(logit=-1.0)
             init.zeros_(self.familiarity)
 
-    def state_elements(self) -> int:
-        return self.heads * (1 + self.both) * self.features * (self.head_dim + 1)
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        shape = (self.heads, self.features, self.head_dim + 1)
+        return {"linear": shape, "delta": shape} if self.both else {"linear": shape}
 
     def write_gates(self, x: Tensor) -> Tensor:
         """Writing strength and log decay of each branch and head, ``(B, n, 2 H)`` or ``(B, n, 4 H)``, float32."""
         branches = [self.linear] if self.delta is None else [self.linear, self.delta]
         return torch.cat([gate for branch in branches for gate in branch.gates(x)], -1)
 
-    def recall(
-        self, step: Step, local: Tensor, first: int, k: Tensor, v: Tensor, gates: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def state_flops(self, evicted: int) -> int:
+        # a write, a read by the query; half of two branches corrects by a read of its key
+        return int((2.5 if self.both else 2) * 2 * self.state_elements() * evicted)
+
+    def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
         assert gates is not None
         assert step.lse is not None
-        slot = torch.arange(k.shape[2], device=k.device) + (step.seen + first - self.window)  # of the written tokens
-        written = None
-        if step.pad is not None:
-            written = (slot >= step.pad[:, None] + self.sinks).unsqueeze(-1)  # (B, m, 1)
+        first, now = gone.first, step.now
+        written = None if gone.written is None else gone.written.unsqueeze(-1)  # (B, m, 1)
+        if written is not None:
             gates = gates * written  # padding and sinks: no writing strength, and a log decay of 0
-        before, near = local[:, :first], local[:, first:]
-        # states, decays and weights stay in float32 under mixed precision too
-        with torch.autocast(k.device.type, enabled=False):
-            q, k, v = (h.to(gates.dtype) for h in (step.q[:, :, first:], k, v))
-            # without positions: features of rotated keys would depend on where a text begins, not on distances alone
-            position = slot + step.offset[:, None]  # (B or 1, m)
-            q, k = unrotate(q, *step.rotary(position + self.window)), unrotate(k, *step.rotary(position))
-            gates = gates.unflatten(-1, (-1, 2, self.heads)).permute(2, 0, 3, 4, 1)  # (branches, B, 2, H, m)
-            logits, far = self._read(step, step.x[:, first:], q, k, v, gates)
-            lse = self.window_weight.to(gates.dtype) * step.lse[:, first:].to(gates.dtype)
-            share = torch.stack([lse, *logits]).softmax(0)[1:]  # (branches, B, m, H)
-            share = share * (OPENING * self.opening.to(gates.dtype)).tanh()  # 0 at first: the window keeps all
-            added = sum(z.unsqueeze(-1) * (m - near) for z, m in zip(share, far, strict=True))
+        q, k, v = (h.to(gates.dtype) for h in (step.q[:, :, first:], k, v))
+        # without positions: features of rotated keys would depend on where a text begins, not on distances alone
+        q = unrotate(q, *now.turn_of_slots(now.seen + first, gone.count))
+        k = unrotate(k, *now.turn_of_slots(gone.start, gone.count))
+        gates = gates.unflatten(-1, (-1, 2, self.heads)).permute(2, 0, 3, 4, 1)  # (branches, B, 2, H, m)
+        logits, far = self._read(step, step.x[:, first:], q, k, v, gates)
+        lse = self.window_weight.to(gates.dtype) * step.lse[:, first:].to(gates.dtype)
+        share = torch.stack([lse, *logits]).softmax(0)[1:]  # (branches, B, m, H)
+        share = share * (OPENING * self.opening.to(gates.dtype)).tanh()  # 0 at first: the window keeps all
+        near = local[:, first:]
+        added = sum(z.unsqueeze(-1) * (m - near) for z, m in zip(share, far, strict=True))
         if written is not None:
             added = added.masked_fill(~written.unsqueeze(-1), 0.0)  # a row's memory is empty until its first eviction
-        joined = near + added.to(near.dtype)
-        return (torch.cat([before, joined], 1) if first else joined), None
+        return behind(local, first, added), None
 
     def _read(
         self, step: Step, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
@@ -197,18 +196,10 @@ class JointMemory(WindowOnly):
         """Write and read each branch: its logit ``(B, m, H)`` beside the window's, its output ``(B, m, H, D)``."""
         state = {} if step.layer is None else step.layer.state
         v = pad(v, (0, 1), value=1.0).repeat_interleave(self.heads // self.kv_heads, 1)  # (B, H, m, D + 1)
-        far, log_mass, linear = self.linear.read(q, k, v, gates[0], state.get("linear"))
-        state["linear"] = linear
-        logits, outputs = [log_mass + _linear(self.linear.logit, x)], [far]
+        far, log_mass, state["linear"] = self.linear(q, k, v, gates[0], state.get("linear"))
+        logits, outputs = [log_mass + self.linear.logit(x)], [far]
         if self.delta is not None:
-            far, known, state["delta"] = self.delta.read(q, k, v, gates[1], state.get("delta"))
-            known = self.familiarity.to(known.dtype) * known
-            logits.append(log_mass + _linear(self.delta.logit, x) + known)
+            far, known, state["delta"] = self.delta(q, k, v, gates[1], state.get("delta"))
+            logits.append(log_mass + self.delta.logit(x) + self.familiarity.to(known.dtype) * known)
             outputs.append(far)
         return logits, outputs
-
-
-def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
-    """``linear(x)`` in float32 or wider, whatever the model's dtype."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(wide), linear.weight.to(wide), linear.bias.to(wide))

@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import elu, linear, normalize
+from torch.nn.functional import elu, normalize
 from transformers import initialization as init
 
 from .cache import MemoryCacheLayer, plain_stream
-from .errors import RetrofitError, nearest
+from .errors import RetrofitError, one_of
 from .frames import Frame, joined_attention, sink_attention
 from .kvm_blocks import Rule, attend_blocks, no_rows
 from .kvm_rows import Budget, Schedule, absorb, prepare, read_rows, schedule
-from .memory import Memory, Options, Step
-from .rotary import Rotary, rotate, unrotate
+from .linear import WideLinear, wide
+from .memory import Joined, Memory
+from .options import Options, above_zero, true_or_false, whole_number
+from .rotary import rotate, unrotate
+from .step import Pass, Step
 
-BUDGETS = ("fixed", "power_law", "saturating")
-POSITIONS = ("row", "edge", "nope")
 CHUNK = 256  # the paper's, and the most that is chosen unasked
 
 
@@ -55,25 +56,16 @@ class KVMOptions(Options):
     gate_appends: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in (("budget", BUDGETS), ("positions", POSITIONS)):
-            value = getattr(self, name)
-            if value not in choices:
-                hint = nearest(value, choices)
-                raise RetrofitError(f"{name}={value!r} is not known{hint}: choose one of {', '.join(choices)}")
+        one_of("budget", self.budget, "fixed", "power_law", "saturating")
+        one_of("positions", self.positions, "row", "edge", "nope")
         for name in ("chunk", "rows", "saturation", "multiple"):
-            value = getattr(self, name)
-            if value is None and name in ("chunk", "rows"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise RetrofitError(f"{name}={value!r}: give a whole number, 1 or more")
+            if getattr(self, name) is not None or name in ("saturation", "multiple"):
+                whole_number(name, getattr(self, name))
         for name in ("factor", "exponent"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise RetrofitError(f"{name}={value!r}: give a number above 0")
+            above_zero(name, getattr(self, name))
         if self.exponent > 1:
             raise RetrofitError(f"exponent={self.exponent}: more rows than tokens mean nothing, choose 1 or less")
-        if not isinstance(self.gate_appends, bool):
-            raise RetrofitError(f"gate_appends={self.gate_appends!r}: give true or false")
+        true_or_false("gate_appends", self.gate_appends)
 
 
 @dataclass
@@ -85,19 +77,19 @@ class RotaryKeys:
     turned to a position: a row of one token is that token's key.
 
     Attributes:
-        rotary: the model's tables.
+        now: the pass, for the model's tables.
         origin: rotary position of index 0 in each row ``(1 or B, 1)``.
         bias: of the key projection ``(H_kv, 1, D)``, or None.
         positions: as in :class:`KVMOptions`.
     """
 
-    rotary: Rotary
+    now: Pass
     origin: Tensor
     bias: Tensor | None
     positions: str
 
     def written(self, k: Tensor, index: Tensor) -> Tensor:
-        k = k.to(torch.promote_types(k.dtype, torch.float32))
+        k = k.to(wide(k.dtype))
         key = unrotate(k, *self._tables(index, k.dtype))
         return key if self.bias is None else key - self.bias
 
@@ -123,12 +115,12 @@ class RotaryKeys:
     def queries(self, q: Tensor, index: Tensor) -> Tensor | None:
         if self.positions != "nope":
             return None
-        wide = torch.promote_types(q.dtype, torch.float32)
-        moved = unrotate(q.to(wide), *self._tables(index, wide))
-        return rotate(moved, *self._tables(self._zero(), wide)).to(q.dtype)
+        dtype = wide(q.dtype)
+        moved = unrotate(q.to(dtype), *self._tables(index, dtype))
+        return rotate(moved, *self._tables(self._zero(), dtype)).to(q.dtype)
 
     def _tables(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cos, sin = self.rotary(index + self.origin)
+        cos, sin = self.now.turn(index + self.origin)
         return cos.to(dtype), sin.to(dtype)
 
     def _zero(self) -> Tensor:
@@ -145,12 +137,13 @@ class KVM(Memory):
     """
 
     kind = "kvm"
+    needs_key_bias = True
     Options = KVMOptions
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
         super().__init__(config, window, sinks, options)
         self.longest = config.max_position_embeddings
-        self.merge_gate = nn.Linear(self.hidden_size, self.kv_heads, bias=False)
+        self.merge_gate = WideLinear(self.hidden_size, self.kv_heads, bias=False)
         self.temperature = nn.Parameter(torch.empty(self.heads))
 
     def reset_parameters(self) -> None:
@@ -199,61 +192,66 @@ class KVM(Memory):
     def _row_elements(self) -> int:
         return 2 * self.head_dim + 4
 
-    def state_elements(self) -> int:
-        """Of a growing budget: at the longest input the base is made for."""
-        rows = self.rows
-        if self.options.budget != "fixed":
-            rows = self.schedule.rows(max(1, (self.longest - self.sinks - self.window) // self.chunk))
-        return rows * self.kv_heads * self._row_elements
+    @property
+    def state_grows(self) -> bool:
+        return self.options.budget != "fixed"
 
-    def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
-        if tokens is None or tokens <= self.capacity:
-            return super().state_bytes(dtype, tokens)
-        blocks = (tokens - self.sinks - 1) // self.chunk + 1 - self.window // self.chunk
-        elements = self.schedule.rows(blocks) * self.kv_heads * self._row_elements
-        return elements * torch.promote_types(dtype, torch.float32).itemsize
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        """A long sequence is, under a growing budget, the longest input the base is made for."""
+        rows = self.rows
+        if tokens is not None:
+            rows = self.schedule.rows((tokens - self.sinks - 1) // self.chunk + 1 - self.window // self.chunk)
+        elif self.state_grows:
+            rows = self.schedule.rows(max(1, (self.longest - self.sinks - self.window) // self.chunk))
+        return {"rows": (self.kv_heads, rows, self._row_elements)}
+
+    def seen_beyond(self, t: Tensor) -> Tensor:
+        index = t - self.sinks  # blocks are counted from behind the sinks
+        begin = (index // self.chunk + 1) * self.chunk - self.window
+        blocks = [self.schedule.rows(n) for n in range(max(1, (len(t) - self.sinks - 1) // self.chunk + 2))]
+        left = (begin // self.chunk).clamp(0, len(blocks) - 1)
+        return self.sinks + index - begin.clamp_min(0) + 1 + torch.tensor(blocks)[left]
+
+    def state_flops(self, evicted: int) -> int:
+        # every evicted token is compared with all rows: to be appended, then to be merged
+        rows = self.schedule.rows(max(0, evicted // self.chunk))
+        return 2 * 2 * rows * self.kv_heads * self.head_dim * evicted
 
     def write_gates(self, x: Tensor) -> Tensor:
         """``1 + ELU(W_g x)`` of each key/value head, ``(B, n, H_kv)``, float32 or wider."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return 1 + elu(linear(x.to(wide), self.merge_gate.weight.to(wide)))
+        return 1 + elu(self.merge_gate(x))
 
-    def attend(self, step: Step) -> tuple[Tensor, Tensor | None]:
+    def attend(self, step: Step) -> Joined:
         assert step.gates is not None
-        layer, n = step.layer, step.x.shape[1]
+        layer, now = step.layer, step.now
         rule = Rule(self.schedule, self.temperature, step.scale, 0, self.options.gate_appends, step.dropout)
-        pad = None if step.pad is None else step.pad.tolist()
-        frame = Frame(step.seen, n, pad, self.sinks, self.chunk, step.q.device)
+        frame = now.frame(self.sinks, self.chunk)
         bias = None
         if step.key_bias is not None:
-            bias = step.key_bias.to(torch.promote_types(step.k.dtype, torch.float32)).view(self.kv_heads, 1, -1)
-        keys = RotaryKeys(step.rotary, step.offset[:, None] + frame.column(frame.skip), bias, self.options.positions)
-        with torch.autocast(step.q.device.type, enabled=False):
-            if layer is not None and self._one_more(step, layer, frame):
-                return self._decode(step, layer, frame, keys, rule), None
-            new = step.k, step.v, step.gates, step.pad
-            if layer is None:
-                stream = plain_stream(*new, seen=0, window=self.window, sinks=self.sinks)
-            else:
-                stream = layer.stream(*new)
-            assert stream.gates is not None
-            rows = no_rows(step.k) if layer is None else layer.state.get("rows", no_rows(step.k))
-            before = step.seen - self.window, -self.window
-            k, v, gates = (frame.lay(x, *before) for x in (stream.k, stream.v, _per_head(stream.gates)))
-            q, sinks = frame.lay(step.q, step.seen), (stream.sink_k, stream.sink_v)
-            out, rows = attend_blocks(q, k, v, gates, *sinks, rows, keys, rule, frame)
-            of_sinks = sink_attention(frame, step.q, *sinks, step.scale, step.dropout)
+            bias = step.key_bias.to(wide(step.k.dtype)).view(self.kv_heads, 1, -1)
+        keys = RotaryKeys(now, now.offset[:, None] + frame.column(frame.skip), bias, self.options.positions)
+        if layer is not None and self._one_more(step, layer, frame):
+            return self._decode(step, layer, frame, keys, rule), None
+        new = step.k, step.v, step.gates, now.pad
+        if layer is None:
+            stream = plain_stream(*new, seen=0, window=self.window, sinks=self.sinks)
+        else:
+            stream = layer.stream(*new)
+        assert stream.gates is not None
+        rows = no_rows(step.k) if layer is None else layer.state.get("rows", no_rows(step.k))
+        before = now.seen - self.window, -self.window
+        k, v, gates = (frame.lay(x, *before) for x in (stream.k, stream.v, _per_head(stream.gates)))
+        q, sinks = frame.lay(step.q, now.seen), (stream.sink_k, stream.sink_v)
+        out, rows = attend_blocks(q, k, v, gates, *sinks, rows, keys, rule, frame)
+        of_sinks = sink_attention(frame, step.q, *sinks, step.scale, step.dropout)
         if layer is not None:
             layer.state["rows"] = rows
-            layer.commit(stream, n)
+            layer.commit(stream, now.new)
         return frame.collect(out, of_sinks), None
 
     def _one_more(self, step: Step, layer: MemoryCacheLayer, frame: Frame) -> bool:
         """Whether this is plain decoding: one token, all sinks there, no graph for in-place writes to break."""
-        if not layer.evicting or step.x.shape[1] != 1 or min(frame.start) < 0:
-            return False
-        graph = (step.q, step.k, step.v, step.gates, layer.keys, layer.values, layer.gates, self.temperature)
-        return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in graph if tensor is not None))
+        return layer.evicting and step.now.new == 1 and min(frame.start) >= 0 and not step.differentiates(layer)
 
     def _decode(self, step: Step, layer: MemoryCacheLayer, frame: Frame, keys: RotaryKeys, rule: Rule) -> Tensor:
         """One token: if it begins a chunk, the oldest chunk becomes rows first; then it attends. ``(B, 1, H, D)``."""
@@ -262,7 +260,7 @@ class KVM(Memory):
         new = [rule.evicted(index) for index in frame.start]
         rows = layer.state["rows"]
         if old != new:
-            ring = (torch.arange(self.chunk, device=device) + step.seen) % self.window  # the chunk W slots ago
+            ring = (torch.arange(self.chunk, device=device) + step.now.seen) % self.window  # the chunk W slots ago
             index = frame.column(frame.start) - self.window + torch.arange(self.chunk, device=device)
             k, v = (x[:, :, self.sinks + ring] for x in (layer.keys, layer.values))
             blocks = prepare(k, v, _per_head(layer.gates[:, ring]), index, keys, self.chunk, rule.gate_appends)
@@ -273,7 +271,7 @@ class KVM(Memory):
         layer.push(step.k, step.v, step.gates)
 
         begin = [max(0, (index // self.chunk + 1) * self.chunk - self.window) for index in frame.start]
-        slot = step.seen - (step.seen - torch.arange(self.window, device=device)) % self.window
+        slot = step.now.seen - (step.now.seen - torch.arange(self.window, device=device)) % self.window
         near = slot >= frame.column([b + skip for b, skip in zip(begin, frame.skip, strict=True)])
         mask = torch.cat([near.new_ones(len(near), self.sinks), near], 1)
         parts = [(step.q, layer.keys, layer.values, mask)]

@@ -1,5 +1,6 @@
 """The model and causal-LM mixins: build the memory, see per call whether a token is evicted, refuse what cannot be."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,14 @@ from transformers.cache_utils import Cache
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
-from .attention import MemoryPass
-from .cache import adopt
+from .cache import MemoryCacheLayer, adopt
 from .config import MemoryConfig, check_base, check_window
 from .errors import RetrofitError
 from .kinds import build_memory
 from .memory import Memory
-from .rotary import longest_input
+from .padding import Starts, find_starts
+from .rotary import Turn, longest_input
+from .step import Pass
 
 logger = logging.get_logger(__name__)
 
@@ -27,6 +29,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel as Host
 else:
     Host = object
+
+
+# whoever asks whether there is continuous batching (transformers serve does) must find none
+PAGED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+
+
+class NotThere(RetrofitError, AttributeError):
+    """An attribute that is not there, with a sentence that says why."""
 
 
 class MemoryPreTrained(Host):
@@ -51,18 +61,20 @@ class MemoryPreTrained(Host):
                 assert isinstance(frequencies, Tensor)
                 init.copy_(frequencies, frequencies.to(getattr(torch, rounded)).to(frequencies.dtype))
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers, with the code that runs it beside the weights; all three Auto classes find it."""
+        given = inspect.signature(super().save_pretrained).bind(*args, **kwargs)
+        if given.arguments.get("push_to_hub"):
+            raise RetrofitError("save first, then call push_to_hub(repo_id): the code beside it must be complete")
         family, prefix = type(self).__module__.rpartition(".")[2], type(self.config).__name__.removesuffix("Config")
         self.config.auto_map = {
             "AutoConfig": f"{family}.{prefix}Config",
             "AutoModel": f"{family}.{prefix}Model",
             "AutoModelForCausalLM": f"{family}.{prefix}ForCausalLM",
         }
-        if kwargs.pop("push_to_hub", False):
-            raise RetrofitError("save first, then call push_to_hub(repo_id): the code beside it must be complete")
-        super().save_pretrained(save_directory, **kwargs)
-        name_every_file(Path(save_directory), family)
+        super().save_pretrained(*given.args, **given.kwargs)
+        if given.arguments.get("is_main_process", True):
+            name_every_file(Path(given.arguments["save_directory"]), family)
 
 
 class MemoryModel(MemoryPreTrained):
@@ -165,33 +177,26 @@ class MemoryModel(MemoryPreTrained):
         cache: Cache | None,
         memories: dict[int, Memory],
         kwargs: dict[str, Any],
-    ) -> MemoryPass:
+    ) -> Pass:
         new = tokens.shape[1]
-        seen, padded_before, evicted_before = 0, False, False
+        layers: list[MemoryCacheLayer] = []
         if cache is not None:
-            for index, memory in memories.items():
-                layer = adopt(cache, index, memory.kind, memory.window, memory.sinks)
-            seen, padded_before, evicted_before = layer.seen, layer.padded, layer.evicting
+            layers = [adopt(cache, i, memory.kind, memory.window, memory.sinks) for i, memory in memories.items()]
+        seen, before, evicted_before = 0, Starts(), False
+        if layers:
+            seen, before, evicted_before = layers[0].seen, layers[0].starts, layers[0].evicting
         plain = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        if "cu_seq_lens_q" in kwargs or _is_packed(position_ids, plain):
+        if "cu_seq_lens_q" in kwargs:
             raise RetrofitError(
                 "packed sequences cannot be separated in a memory: give one sequence per row, padded on the left"
             )
         capacity = min(memory.capacity for memory in memories.values())
-        pad, min_pad, max_pad = None, 0, 0
-        if plain is not None:
-            pad = left_padding(plain, seen, new)
-        elif mask is not None and seen + new > capacity:
+        if plain is None and mask is not None and seen + new > capacity:
             raise RetrofitError(
                 "a memory needs the plain 2D attention mask (batch, tokens), not one that says who sees whom"
             )
-        elif padded_before:
-            raise RetrofitError(
-                "this cache holds left-padded rows: pass their attention_mask, all tokens seen so far included"
-            )
-        if pad is not None:
-            min_pad, max_pad = (int(x) for x in pad.aminmax())
-        limit = capacity + min_pad
+        starts = find_starts(before, seen, new, plain, position_ids)
+        limit = capacity + min(starts.pads)
         native = getattr(self.config, "sliding_window", None)
         if native is not None and len(memories) < len(self.layers):
             limit = min(limit, native)  # the mask made for the other layers is no wider: our own attention from here
@@ -201,19 +206,11 @@ class MemoryModel(MemoryPreTrained):
                 "attention weights exist up to window + sinks tokens only, where the base's own attention runs: leave "
                 "output_attentions out, or take the teacher's inside memory_off()"
             )
-        if position_ids is None:
-            offset = torch.zeros(1, dtype=torch.long, device=tokens.device)
-        else:
-            offset = position_ids[:, -1] - (seen + new - 1)
-        return MemoryPass(
-            seen,
-            pad,
-            min_pad,
-            max_pad,
-            evicting=evicting,
-            offset=offset,
-            rotary=lambda positions: self.rotary_emb(tokens.new_empty(0, dtype=torch.float32), positions),
-        )
+        return Pass(seen, new, starts, evicting, self._turn, tokens.device, tokens.device, keeper=next(iter(memories)))
+
+    def _turn(self, positions: Tensor) -> Turn:
+        # an input in float32 asks for tables in float32
+        return self.rotary_emb(torch.empty(0, dtype=torch.float32, device=positions.device), positions)
 
 
 class MemoryCausalLM(MemoryPreTrained):
@@ -238,20 +235,30 @@ class MemoryCausalLM(MemoryPreTrained):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, beam search and sampling included."""
-        config = kwargs.get("generation_config") or self.generation_config
+        config = inspect.signature(super().generate).bind(*args, **kwargs).arguments.get("generation_config")
+        config = config or self.generation_config
+        if self.model.memory_enabled and config.is_assistant:
+            raise RetrofitError(
+                "a memory cannot take back what it was given, as an assistant must when its tokens are refused: give "
+                "the base as assistant_model"
+            )
         implementation = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
         if self.model.memory_enabled and implementation not in (None, "dynamic", "dynamic_full", "offloaded"):
             raise RetrofitError(f"cache_implementation={implementation!r} cannot hold a memory: leave it unset")
         return super().generate(*args, **kwargs)
 
-    def _refuse_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        raise RetrofitError(
-            "continuous batching keeps a paged cache of its own, which cannot hold a memory: use generate()"
-        )
+    def __getattr__(self, name: str) -> Any:
+        if name in PAGED:
+            raise NotThere(
+                "continuous batching keeps a paged cache of its own, which cannot hold a memory: use generate()"
+            )
+        return super().__getattr__(name)
 
-    generate_batch = _refuse_continuous_batching
-    init_continuous_batching = _refuse_continuous_batching
-    continuous_batching_context_manager = _refuse_continuous_batching
+    @property
+    def generate_batch(self) -> Any:
+        raise AttributeError  # from here Python asks __getattr__
+
+    init_continuous_batching = continuous_batching_context_manager = generate_batch
 
 
 def refuse_tensor_parallel(kwargs: dict[str, Any]) -> None:
@@ -276,37 +283,6 @@ def warn_of_length(config: Any, length: int) -> None:
         )
 
 
-def left_padding(mask: Tensor, seen: int, new: int) -> Tensor | None:
-    """Padding tokens on the left of each row, from a 2D mask over all ``seen + new`` tokens; None if no row has any.
-
-    Padding on the right of the new tokens is harmless (nothing later reads it) and is allowed.
-
-    Raises:
-        RetrofitError: the mask has another length, or a hole that a memory would have filled with padding.
-    """
-    total = seen + new
-    if mask.shape[1] != total:
-        raise RetrofitError(
-            f"attention_mask is {mask.shape[1]} long, but {seen} cached and {new} new tokens need {total}: cover all "
-            "tokens seen so far"
-        )
-    real = mask.bool()
-    if bool(real.all()):
-        return None
-    started = real.cumsum(1) > 0
-    pad = (~started).sum(1)
-    ended = started & ~real
-    allowed = torch.arange(total, device=mask.device) >= seen
-    # a hole is a masked token with a real one after it, or one that is already in the cache
-    resumed = (ended.cumsum(1) > 0) & real
-    if bool((resumed | (ended & ~allowed)).any()):
-        raise RetrofitError(
-            "attention_mask has a hole (masked tokens after real ones, as when a right-padded cache is continued): "
-            "pad on the left"
-        )
-    return pad if bool((pad > 0).any()) else None
-
-
 def name_every_file(folder: Path, family: str) -> None:
     """Let an exported family file import each file beside it.
 
@@ -322,17 +298,6 @@ def name_every_file(folder: Path, family: str) -> None:
         entry.write_text(
             f"{text}\n# older transformers copy only the files that this one names\n{lines}", encoding="utf-8"
         )
-
-
-def _is_packed(position_ids: Tensor | None, mask: Tensor | None) -> bool:
-    """Whether positions start again inside a row, as several sequences packed into one do; padding may hold any."""
-    if position_ids is None or position_ids.shape[-1] < 2:
-        return False
-    steps = position_ids[..., 1:] - position_ids[..., :-1]
-    if mask is None:
-        return bool((steps != 1).any())  # what transformers takes for packed sequences, too
-    real = mask[:, -position_ids.shape[-1] :].bool()
-    return bool(((steps < 0) & real[:, 1:] & real[:, :-1]).any())
 
 
 def _cache_layers(cache: Cache | None) -> list[Any]:

@@ -1,18 +1,17 @@
 """Matrix memories without write gates: which tokens they are given, those that leave the window or every one."""
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .cache import MemoryCacheLayer
-from .errors import RetrofitError, nearest
-from .memory import Options, Step, WindowOnly
+from .errors import one_of
+from .memory import Joined
+from .on_window import WindowOnly
+from .options import Options
 from .rotary import rotate, unrotate
-
-POPULATIONS = ("evicted", "all")
+from .step import Evicted, Step
 
 
 @dataclass
@@ -24,7 +23,7 @@ class Pairs:
         k, v: written keys and values ``(B, H_kv, m, D)``.
         written: False where a row has no token to write, only padding or a sink, ``(B, m)``; None: it always has.
         reading: False where a row has evicted nothing yet and must not read, ``(B, m - lead)``; None: all may.
-        slot: slot of each written token ``(m,)``.
+        start: slot of the first written token.
         lag: slot of the query less the slot of the token beside it: W, or 0.
         lead: pairs before the first one whose reading is used.
     """
@@ -34,7 +33,7 @@ class Pairs:
     v: Tensor
     written: Tensor | None
     reading: Tensor | None
-    slot: Tensor
+    start: int
     lag: int
     lead: int
 
@@ -50,14 +49,26 @@ class PopulationOptions(Options):
     population: str = "evicted"
 
     def __post_init__(self) -> None:
-        one_of("population", self.population, POPULATIONS)
+        one_of("population", self.population, "evicted", "all")
 
 
 class UngatedMemory(WindowOnly):
-    """A matrix memory whose writing depends on keys and values alone, so that it can take either population."""
+    """A matrix memory whose writing depends on keys and values alone, so that it can take either population.
+
+    Attributes:
+        products: how often a written token costs one multiplication per element of the state: written, read by each
+            query of its group, corrected.
+    """
 
     trainable = True
     Options = PopulationOptions
+
+    @property
+    def products(self) -> float:
+        return 1 + self.heads / self.kv_heads
+
+    def state_flops(self, evicted: int) -> int:
+        return int(2 * self.state_elements() * self.products * evicted)
 
     def exchange(self, step: Step, pairs: Pairs, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Write and read pair after pair.
@@ -72,48 +83,44 @@ class UngatedMemory(WindowOnly):
         """
         raise NotImplementedError
 
-    def join(self, local: Tensor, read: Tensor) -> tuple[Tensor, Tensor | None]:
+    def join(self, local: Tensor, read: Tensor) -> Joined:
         """Put readings ``(B, n, H, R)`` and the window's output ``(B, n, H, D)`` together; returns as ``attend``."""
         raise NotImplementedError
 
-    def recall(
-        self, step: Step, local: Tensor, first: int, k: Tensor, v: Tensor, gates: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        evicted = self.options.population == "evicted"
-        pairs = self._evicted(step, first, k, v) if evicted else self._every(step, first)
-        with torch.autocast(k.device.type, enabled=False):  # the state stays in float32 under mixed precision too
-            read, state = self.exchange(step, pairs, step.layer.state if step.layer is not None else {})
-            read = read[:, :, pairs.lead :].transpose(1, 2)
-            if pairs.reading is not None:
-                read = read * pairs.reading[:, :, None, None]
-            if step.layer is not None:
-                step.layer.state = state
-            return self.join(local, pad(read, (0, 0, 0, 0, first, 0)))
+    def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
+        if self.options.population == "evicted":
+            q = step.q[:, :, gone.first :]
+            pairs = Pairs(q, k, v, gone.written, None, gone.start, self.window, 0)
+        else:
+            pairs = self._every(step, gone.first)
+        read, state = self.exchange(step, pairs, step.layer.state if step.layer is not None else {})
+        read = read[:, :, pairs.lead :].transpose(1, 2)
+        if pairs.reading is not None:
+            read = read * pairs.reading[:, :, None, None]
+        if step.layer is not None:
+            step.layer.state = state
+        return self.join(local, pad(read, (0, 0, 0, 0, gone.first, 0)) if gone.first else read)
 
-    def _one_more(self, step: Step, layer: MemoryCacheLayer) -> bool:
+    def decodes(self, step: Step, layer: MemoryCacheLayer) -> bool:
         # before the first write the tokens in the cache may have to be written too: see _every
-        return bool(layer.state) and super()._one_more(step, layer)
-
-    def _evicted(self, step: Step, first: int, k: Tensor, v: Tensor) -> Pairs:
-        slot = torch.arange(k.shape[2], device=k.device) + (step.seen + first - self.window)
-        written = None if step.pad is None else slot >= step.pad[:, None] + self.sinks
-        return Pairs(step.q[:, :, first:], k, v, written, None, slot, self.window, 0)
+        return bool(layer.state) and super().decodes(step, layer)
 
     def _every(self, step: Step, first: int) -> Pairs:
         """All tokens that are not written yet; nothing reads before the first eviction, as with the other population.
 
         The base's own attention runs until then, without the memory: up to W tokens wait in the cache.
         """
-        k, v, start = step.k, step.v, step.seen
+        now = step.now
+        k, v, start = step.k, step.v, now.seen
         if step.layer is not None and not step.layer.state:
-            stream = step.layer.stream(k, v, None, step.pad)
-            k, v, start = stream.k, stream.v, step.seen - self.window
-        slot = torch.arange(k.shape[2], device=k.device) + start
-        edge = slot.new_zeros(1) if step.pad is None else step.pad
-        reading = None if step.pad is None else slot[-step.q.shape[2] + first :] >= edge[:, None] + self.capacity
-        lead = step.seen + first - start
+            stream = step.layer.stream(k, v, None, now.pad)
+            k, v, start = stream.k, stream.v, now.seen - self.window
+        slot = now.slots(start, k.shape[2])
+        edge = slot.new_zeros(1) if now.pad is None else now.pad
+        reading = None if now.pad is None else slot[-now.new + first :] >= edge[:, None] + self.capacity
+        lead = now.seen + first - start
         q = pad(step.q[:, :, first:], (0, 0, lead, 0))
-        return Pairs(q, k, v, slot >= edge[:, None] + self.sinks, reading, slot, 0, lead)
+        return Pairs(q, k, v, slot >= edge[:, None] + self.sinks, reading, start, 0, lead)
 
 
 def from_first_token(step: Step, x: Tensor) -> Tensor:
@@ -121,20 +128,9 @@ def from_first_token(step: Step, x: Tensor) -> Tensor:
 
     For what depends on where a token stands and not only on distances: padding must not move it.
     """
-    shift = (step.offset if step.pad is None else step.offset + step.pad)[:, None]
-    return rotate(unrotate(x, *step.rotary(shift)), *step.rotary(torch.zeros_like(shift)))
+    return rotate(unrotate(x, *step.now.turn_of_starts()), *step.now.turn_of_zero())
 
 
 def per_query(x: Tensor, q: Tensor) -> Tensor:
     """``x`` (R, 1, ...), one for each state, seen once for each of its queries ``q`` (R, G, m, D): ``(R, G, ...)``."""
     return x.expand(-1, q.shape[1], *x.shape[2:])
-
-
-def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse an option's ``value`` that is not one of ``choices``.
-
-    Raises:
-        RetrofitError: it is not.
-    """
-    if value not in choices:
-        raise RetrofitError(f"{name}={value!r} is not known{nearest(value, choices)}: use {' or '.join(choices)}")

@@ -23,8 +23,7 @@ class RetrofitQwen3Attention(MemoryAttention, Qwen3Attention):
     def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.q_norm(q), self.k_norm(k)
 
-    @property
-    def key_bias(self) -> None:
+    def key_bias(self, x: Tensor) -> None:
         """None: a bias, where there is one, has gone through the norm."""
 
 

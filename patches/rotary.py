@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# positions (B, n), fractions allowed -> cos and sin (B, n, D); the model's own rotary embedding
-Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
+Turn = tuple[Tensor, Tensor]  # cosines and sines (1 or B, n, D)
+Rotary = Callable[[Tensor], Turn]  # of positions (1 or B, n), fractions allowed; the model's own rotary embedding
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .errors import RetrofitError
-from .memory import Step
-from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, one_of, per_query
+from .errors import RetrofitError, one_of
+from .linear import WideLinear, wide
+from .memory import Joined
+from .options import above_zero, true_or_false, whole_number
+from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, per_query
 from .scan import gated_delta_rule, linear_attention
+from .step import Step
 
 UNIT_EPS = 1e-5  # beside the length of a key or query that is normalised
 LOGITS = 10.0  # lambda and eta stay between sigmoid(-10) and sigmoid(10)
@@ -110,17 +113,13 @@ class TensorCacheOptions(PopulationOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("rule", self.rule, tuple(RULES))
+        one_of("rule", self.rule, *RULES)
         for name in ("normalize_keys", "normalize_queries", "z_norm", "two_timescale"):
-            if not isinstance(getattr(self, name), bool):
-                raise RetrofitError(f"{name}={getattr(self, name)!r}: use true or false")
+            true_or_false(name, getattr(self, name))
         for name in ("value_scale", "temperature"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise RetrofitError(f"{name}={value!r}: use a number above 0")
+            above_zero(name, getattr(self, name))
         for name in ("slots", "top_k"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise RetrofitError(f"{name}={getattr(self, name)!r}: use a whole number, 1 or more")
+            whole_number(name, getattr(self, name))
         if self.top_k > self.slots:
             raise RetrofitError(f"top_k={self.top_k} slots cannot be read of slots={self.slots}: choose top_k <= slots")
         if self.rule == "delta" and not self.normalize_keys:
@@ -191,7 +190,7 @@ class TensorCache(UngatedMemory):
         if options.slots > 1:
             self.slot_keys = nn.Parameter(torch.empty(self.kv_heads, options.slots, self.head_dim))
         self.gate = nn.Parameter(torch.empty(1))
-        self.W_tc = nn.Linear(self.heads * self.head_dim, self.hidden_size, bias=False)
+        self.W_tc = WideLinear(self.heads * self.head_dim, self.hidden_size, bias=False)
 
     def reset_parameters(self) -> None:
         for name, (decay, strength) in TIMESCALES.items():
@@ -206,13 +205,20 @@ class TensorCache(UngatedMemory):
         init.constant_(self.gate, GATE)
         init.zeros_(self.W_tc.weight)  # a fresh memory adds exactly nothing, and still has a gradient
 
-    def state_elements(self) -> int:
-        matrix = self.head_dim * (self.head_dim + self.options.z_norm)
-        return (1 + self.options.two_timescale) * self.kv_heads * self.options.slots * matrix
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        rows, D = self.kv_heads * self.options.slots, self.head_dim
+        each = {"matrix": (rows, D, D), "mass": (rows, D, 1)} if self.options.z_norm else {"matrix": (rows, D, D)}
+        names = ("fast", "slow") if self.options.two_timescale else ("fast",)
+        return {f"{name}.{kept}": shape for name in names for kept, shape in each.items()}
+
+    @property
+    def products(self) -> float:
+        reads = super().products - 1
+        return 1 + reads * (1 + (self.options.rule == "wedge")) + (self.options.rule == "delta")
 
     def exchange(self, step: Step, pairs: Pairs, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        options, wide = self.options, torch.promote_types(pairs.k.dtype, torch.float32)
-        q, k, v = (x.to(wide) for x in (pairs.q, pairs.k, pairs.v))
+        options = self.options
+        q, k, v = (x.to(wide(x.dtype)) for x in (pairs.q, pairs.k, pairs.v))
         if options.rule == "wedge" or options.slots > 1:  # the others see nothing but distances
             q, k = from_first_token(step, q), from_first_token(step, k)
         q = q.unflatten(1, (self.kv_heads, -1))  # (B, H_kv, G, m, D)
@@ -237,7 +243,7 @@ class TensorCache(UngatedMemory):
             if keys is not None:
                 new[mass] = keys
             found = found.squeeze(2) if weights is None else (found * weights.unsqueeze(-1)).sum(2)
-            read = read + (found if name == "fast" else found * self.alpha.to(wide).sigmoid().view(-1, 1, 1, 1))
+            read = read + (found if name == "fast" else found * self.alpha.to(read.dtype).sigmoid().view(-1, 1, 1, 1))
         return read.flatten(1, 2), new
 
     def _route(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -257,9 +263,8 @@ class TensorCache(UngatedMemory):
         weights = q.new_zeros(*q.shape[:2], self.options.slots, *q.shape[2:4])
         return chosen.unsqueeze(3), weights.scatter(2, top.indices, top.values.softmax(2))
 
-    def join(self, local: Tensor, read: Tensor) -> tuple[Tensor, Tensor | None]:
-        added = nn.functional.linear(read.flatten(2), self.W_tc.weight.to(read.dtype))
-        return local, (added * self.gate.to(read.dtype).sigmoid()).to(local.dtype)
+    def join(self, local: Tensor, read: Tensor) -> Joined:
+        return local, (self.W_tc(read.flatten(2)) * self.gate.to(read.dtype).sigmoid()).to(local.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

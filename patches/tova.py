@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import RetrofitError
-from .eviction import Eviction, EvictionOptions, choose
-from .memory import Step
+from .errors import one_of
+from .eviction import Eviction, EvictionOptions
+from .options import true_or_false
 from .rotary import rotate, unrotate
+from .step import Step
 
 LONGEST = 10  # tokens; a longer gap between kept tokens is squeezed (section 7.2)
 
@@ -28,9 +29,8 @@ class TovaOptions(EvictionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choose("positions", self.positions, "true", "lnln")
-        if type(self.protect_newest) is not bool:
-            raise RetrofitError(f"protect_newest={self.protect_newest!r}: use true or false")
+        one_of("positions", self.positions, "true", "lnln")
+        true_or_false("protect_newest", self.protect_newest)
 
 
 class Tova(Eviction):
@@ -55,16 +55,16 @@ class Tova(Eviction):
     def replaces(self) -> bool:
         return self.options.positions == "lnln"
 
-    def plain(self, x: Tensor, step: Step, slot: Tensor) -> Tensor:
+    def plain(self, x: Tensor, step: Step, start: int) -> Tensor:
         if not self.replaces:
             return x
-        cos, sin = step.rotary(slot + step.offset[:, None])
+        cos, sin = step.now.turn_of_slots(start, x.shape[2])
         return unrotate(x.to(cos.dtype), cos, sin).to(x.dtype)
 
     def turned(self, q: Tensor, k: Tensor, position: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         if not self.replaces:
             return q, k
-        cos, sin = step.rotary(squeezed(position))
+        cos, sin = step.now.turn(squeezed(position))
         n = q.shape[2]
         return rotate(q, cos[:, -n:], sin[:, -n:]), rotate(k, cos, sin)
 

@@ -21,6 +21,7 @@ from .fetch import fetch_folder
 from .files import write_folder, write_json, write_text
 from .fingerprint import difference, fingerprint
 from .hub_errors import first_line
+from .loading import refuse_nan
 from .patching import patch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -47,7 +48,8 @@ def save_adapter(
         of_base: the base's :func:`fingerprint`, where it was taken before the weights were spread over processes.
 
     Raises:
-        RetrofitError: the model has no memory to save, or the folder holds something else.
+        RetrofitError: the model has no memory to save or one with weights that are not finite, or the folder holds
+            something else.
     """
     if not is_retrofit(model):
         raise RetrofitError(f"{type(model).__name__} has no memory: patch it first with retrofit.patch")
@@ -56,6 +58,12 @@ def save_adapter(
         PREFIX + name: parameter.detach().to("cpu", torch.float32, copy=True).contiguous()
         for name, parameter in model.memory_parameters()
     }
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise RetrofitError(
+                f"{name.removeprefix(PREFIX)} holds values that are not finite: nothing was saved; train again with a "
+                "smaller learning rate"
+            )
     memory = model.config.memory
     config = {
         "peft_type": PEFT_TYPE,
@@ -174,7 +182,8 @@ def load_memory_weights(model: Any, file: str | Path) -> None:
     """Copy a safetensors file's tensors into the memory of ``model``.
 
     Raises:
-        RetrofitError: the file is missing or damaged, or its names or shapes are not exactly the memory's.
+        RetrofitError: the file is missing or damaged, its names or shapes are not exactly the memory's, or a value is
+            not finite.
     """
     parameters = dict(model.memory_parameters())
     try:
@@ -185,6 +194,7 @@ def load_memory_weights(model: Any, file: str | Path) -> None:
             tensors = {name: saved.get_tensor(key) for name, key in names.items()}
     except (SafetensorError, OSError) as error:
         raise RetrofitError(f"{file} is missing, damaged or cut short: {first_line(error)}") from None
+    refuse_nan(str(file), tensors.items())
     with torch.no_grad():
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)

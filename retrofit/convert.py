@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError, one_of
 from patches.kinds import find_kind
 
 from .families import base_type
@@ -19,6 +19,7 @@ from .patching import patch
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KINDS = {"GatedDeltaNet": "ahn-gdn", "DeltaNet": "ahn-dn", "Mamba2": "ahn-mamba2"}  # by `_ahn_implementation`
+NORMS = {"ahn-gdn": "o_norm", "ahn-dn": "o_norm", "ahn-mamba2": "norm"}  # what our read_norm is called there
 UNUSED = {"ahn-gdn": "D"}  # one number per head that is published but that nothing reads
 # what our memories do not do; no published checkpoint asks for it
 UNSUPPORTED = ("use_ahn_router", "use_q_proj", "fa_layer_ids")
@@ -81,8 +82,19 @@ def convert_ahn(
     model = patch(base, kind, window, sinks, model_kwargs=model_kwargs)
     with torch.no_grad():
         for name, parameter in model.memory_parameters():
-            parameter.copy_(tensors[name.replace(".self_attn.memory.", ".ahn.fn.")])
+            parameter.copy_(tensors[published_name(kind, name)])
     return model
+
+
+def published_name(kind: str, name: str) -> str:
+    """What a parameter of our ``kind`` is called in published AHN weights."""
+    for ours, theirs in (
+        (".self_attn.memory.", ".ahn.fn."),
+        ("read_norm.", f"{NORMS[kind]}."),
+        ("read_proj.", "o_proj."),
+    ):
+        name = name.replace(ours, theirs)
+    return name
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -96,8 +108,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     variant = config.get("_ahn_implementation") if isinstance(config, dict) else None
     if variant is None:
         raise RetrofitError(f"{file} has no '_ahn_implementation': these are not published AHN weights")
-    if not isinstance(variant, str) or variant not in KINDS:
-        raise RetrofitError(f"{file}: unknown AHN {variant!r}{nearest(variant, KINDS)}: known are {', '.join(KINDS)}")
+    one_of(f"{file}: _ahn_implementation", variant, *KINDS)
     for name in UNSUPPORTED:
         if config.get(name):
             raise RetrofitError(f"{file} sets {name}={config[name]!r}, which is not supported")
@@ -124,7 +135,7 @@ def _layout(kind: str, config: Any) -> dict[str, tuple[int, ...]]:
     cls = find_kind(kind)
     with torch.device("meta"):
         memory = cls(config, WINDOW, SINKS, cls.read_options({}))
-    shapes = {name: tuple(parameter.shape) for name, parameter in memory.named_parameters()}
+    shapes = {published_name(kind, name): tuple(parameter.shape) for name, parameter in memory.named_parameters()}
     if kind in UNUSED:
         shapes[UNUSED[kind]] = (memory.heads,)
     layers = range(config.num_hidden_layers)

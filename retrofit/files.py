@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ def check_output(
         raise RetrofitError(
             f"{path} already holds something: choose another folder or pass --overwrite (overwrite=True)"
         )
-    data = [Path(read) for read in data]
-    for read in [*map(Path, inputs), *data]:
+    folders = [Path(read) for read in data]
+    for read in [*map(Path, inputs), *folders]:
         if read.exists() and read.resolve().is_relative_to(path.resolve()):
             raise RetrofitError(f"{path} is or holds {read}, which is read here: choose another output folder")
-    for read in data:
+    for read in folders:
         if read.is_dir() and path.resolve().is_relative_to(read.resolve()):
             raise RetrofitError(f"{path} lies in {read}, which is read here: choose another output folder")
     return path
@@ -99,10 +99,31 @@ def write_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
         RetrofitError: as :func:`check_output`.
     """
     path = check_output(path, overwrite).resolve()  # a link is followed, not replaced
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    with no_empty_folders(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        with _taking_its_place(draft, path):
+            yield draft
+
+
+@contextmanager
+def no_empty_folders(path: Path) -> Iterator[None]:
+    """On an error in the block, remove ``path`` and the folders above it that it made, as far as they are empty."""
+    made = [place for place in (path, *path.parents) if not place.exists()]
     try:
-        yield draft
+        yield
+    except BaseException:
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
+        raise
+
+
+@contextmanager
+def _taking_its_place(draft: Path, path: Path) -> Iterator[None]:
+    """Rename ``draft`` to ``path`` after the block, remove it after an error."""
+    try:
+        yield
         for made in (draft, *draft.rglob("*")):  # safetensors writes weights for their owner alone, as mkdtemp does
             made.chmod(_mode(made))
         if path.exists():

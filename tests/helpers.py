@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import retrofit
 from patches.kinds import KINDS
-from patches.memory import WindowOnly
+from patches.on_window import WindowOnly
 
 ROOT = Path(__file__).parents[1]
 W, S = 8, 2

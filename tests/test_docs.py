@@ -18,17 +18,18 @@ from typer.testing import CliRunner
 
 import retrofit
 from cli import app
+from distill.data.rows import PackedRows
+from distill.data.sources import open_source
+from distill.data.tokens import TokenRows, find_column
 from distill.lora import add_lora, save_lora
 from distill.recipe import Recipe
-from distill.rows import PackedRows
-from distill.sources import open_source
-from distill.tokens import TokenRows, find_column
 from patches.kinds import KINDS
+from retrofit.convert import published_name
 from retrofit.evaluation.run import run_evaluation
 from retrofit.evaluation.settings import Settings
 from retrofit.export import export_model
 from tests.hub_server import HubServer
-from tests.pages import NAMED, PAGES, ROOT, Command, anchors, blocks, commands, links, mentioned, text_of
+from tests.pages import FENCE, NAMED, PAGES, ROOT, Command, anchors, blocks, commands, links, mentioned, text_of
 
 # other tests run these pages' blocks, from the pages themselves
 ELSEWHERE = {
@@ -39,8 +40,8 @@ ELSEWHERE = {
 # commands that are not run here, by a word of theirs, and why; their verbs and flags are checked all the same
 NOT_RUN = {
     "make": "sets up an environment and takes minutes; its targets are looked up",
-    "--nproc": "several processes; tests/distill/test_launch.py and test_processes.py run them",
-    "torchrun": "several processes; tests/distill/test_launch.py runs it",
+    "--nproc": "several processes; tests/distill/parallel/test_launch.py and test_processes.py run them",
+    "torchrun": "several processes; tests/distill/parallel/test_launch.py runs it",
     "lm_eval": "tests/retrofit/evaluation/test_harness.py runs this very command",
     "hf": "asks for a token",
     "--dry-run": "half a minute; tests/test_recipes.py does it with every recipe",
@@ -78,7 +79,7 @@ def home(
     for run in ("first", "second"):
         retrofit.save_adapter(model, folder / "runs" / run / "adapter")
         export_model(model, folder / "runs" / run / "model", byte_tokenizer)
-    weights = {name.replace(".self_attn.memory.", ".ahn.fn."): p.clone() for name, p in model.memory_parameters()}
+    weights = {published_name("ahn-gdn", name): p.clone() for name, p in model.memory_parameters()}
     weights |= {f"model.layers.{i}.ahn.fn.D": torch.ones(4) for i in range(2)}
     for name in ("AHN_FOLDER", "ByteDance-Seed/AHN-GDN-for-Qwen-2.5-Instruct-3B"):
         (folder / name).mkdir(parents=True)
@@ -219,7 +220,25 @@ def test_no_block_is_left_out() -> None:
                 assert page in ELSEWHERE or (page, language) in here, f"{page}: nobody runs its {language}"
 
 
-# ---- links ----
+# ---- links, and files that are named ----
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "AGENTS.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_files_a_page_names_are_there(page: Path) -> None:
+    """And what ``file.py: name`` says is in that file."""
+    if page.name == "add-a-memory.md":
+        return  # it also names those of its example: its own test knows them
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for file, name in re.findall(r"`((?:cli|[a-z_]+/[\w/.-]+)\.(?:py|yaml|json|md))(?:: ([\w.]+))?`", prose):
+        if file.split("/")[0] in ("cli", "cli.py", "distill", "docs", "patches", "recipes", "retrofit", "tests"):
+            assert (ROOT / file).is_file(), file
+            assert not name or _written(ROOT / file, name.split(".")[-1]), f"{file}: {name}"
+
+
+def _written(file: Path, name: str) -> bool:
+    """Whether a file defines ``name``: a function, a class, a constant or an attribute."""
+    written = rf"^\s*(def|class) {re.escape(name)}\b|^\s*(self\.)?{re.escape(name)}\b *[:=]"
+    return bool(re.search(written, file.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=list(NAMED))
@@ -285,8 +304,7 @@ def _places(text: str) -> bool:
     assert all(file.is_file() for file in files), files
     names = [name for place in places if "=" not in (name := place.rpartition(": ")[2]) and "/" not in name]
     for name in (name.split(".")[-1] for name in names):
-        written = rf"^\s*(def|class) {re.escape(name)}\b|^{re.escape(name)}\b"
-        assert any(re.search(written, file.read_text(encoding="utf-8"), re.MULTILINE) for file in files), name
+        assert any(_written(file, name) for file in files), name
     return bool(names)
 
 

@@ -1,7 +1,7 @@
 """`retrofit estimate`: what a memory costs and saves on a base, from the base's configuration alone.
 
 Parameters are counted on the patched model itself, built without weights; bytes by the memories' own accounting, which
-a test holds to what a cache really holds; operations by retrofit/flops.py.
+a test holds to what a cache really holds; operations by retrofit/costs/flops.py.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from patches.config import MemoryConfig, check_base
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, one_of
 from patches.kinds import build_memory, find_kind
-from patches.memory import Memory, WindowOnly
+from patches.memory import Memory
 from retrofit.bases import base_config
+from retrofit.costs.flops import Shape, forward_flops
 from retrofit.costs.held import row_bytes
-from retrofit.flops import Shape, forward_flops
 from retrofit.patching import skeleton
 
 COLUMNS = {
@@ -114,8 +114,7 @@ def estimate(
     if length < 1 or batch < 1:
         raise RetrofitError(f"length={length}, batch={batch}: both must be 1 or more")
     config, origin = base_config(base)
-    if dtype not in ("auto", *DTYPES):
-        raise RetrofitError(f"dtype={dtype!r} is not known: use auto, {', '.join(DTYPES)}")
+    one_of("dtype", dtype, "auto", *DTYPES)
     own = getattr(config, "dtype", None)
     kept = DTYPES[dtype] if dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
     find_kind(memory).read_options(options)
@@ -155,7 +154,8 @@ def costs(
     for memory in memories:
         parts = cache_parts(config, memory, length, dtype)
         cache, gates, state = cache + sum(parts), gates + parts[1], state + parts[2]
-        rewritten += parts[2] if isinstance(memory, WindowOnly) else 0  # a matrix is written back, rows are read only
+        if memory is not None and memory.writes_back:
+            rewritten += parts[2]
     weights = (shape.body + shape.head) * dtype.itemsize + extra * torch.promote_types(dtype, torch.float32).itemsize
     return {
         "prefill_flops": batch * forward_flops(shape, memories, length, head=1),

@@ -21,7 +21,7 @@ from patches.config import MemoryConfig
 from patches.memory import Memory
 from retrofit.bases import built_in
 from retrofit.costs.estimate import layer_memories
-from retrofit.flops import Shape
+from retrofit.costs.flops import Shape
 from retrofit.patching import skeleton
 
 LENGTH, WINDOW, SINKS = 128_000, 32_640, 128

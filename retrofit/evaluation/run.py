@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from patches.errors import RetrofitError
 from retrofit.chat import check_template
 from retrofit.costs.held import state_bytes
-from retrofit.evaluate import gap_closed
 from retrofit.evaluation.benchmarks import departures, load_benchmark
 from retrofit.evaluation.contenders import WINDOW_ONLY, Contender, load_contenders, lossless, ready
 from retrofit.evaluation.harness import run_harness
@@ -26,10 +25,11 @@ from retrofit.evaluation.perplexity import POLICIES, perplexity_by_size, read_se
 from retrofit.evaluation.recall import recall_means, score_recall
 from retrofit.evaluation.runner import means, run_tasks
 from retrofit.evaluation.samples import Sample, Task
+from retrofit.evaluation.scores import gap_closed
 from retrofit.evaluation.settings import Settings
-from retrofit.evaluation.store import ResultStore
+from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.evaluation.text import by_distance, score_text
-from retrofit.files import write_json
+from retrofit.files import check_file, check_output, write_json
 from retrofit.table import finite
 
 SUMMARY = "eval.json"
@@ -42,6 +42,10 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
     Raises:
         RetrofitError: as the loaders and the parts; results of other settings in ``output``.
     """
+    inputs = [settings.model, *settings.adapters, settings.data, settings.haystack, settings.benchmark_data]
+    check_output(output, overwrite=True, data=[] if settings.data is None else [settings.data])
+    for name in (SUMMARY, RESULTS):
+        check_file(output / name, inputs)
     rows, tokenizer = load_contenders(
         settings.model, settings.adapters, window=settings.window, sinks=settings.sinks, dtype=settings.dtype
     )

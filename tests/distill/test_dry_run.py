@@ -46,7 +46,7 @@ def test_operations_by_hand(unweighed: Path) -> None:
     L, E, H, D, F, V, T = 2, 64, 4, 16, 96, 101, 40
     body = 2 * L * (2 * E * H * D + 2 * E * 2 * D + 3 * E * F) * T
     full, windowed = (4 * pairs * H * D * L for pairs in (T * (T + 1) // 2, 55 + 10 * (T - 10)))
-    weights = 3 * H * E + H * D * D  # three gates, o_proj
+    weights = 3 * H * E + H * D * D  # three gates, read_proj
     scan = L * (2 * weights * T + 2 * 3 * H * D * D * (T - 10))
     head = 2 * V * E * (T - 10)
     plain = (body + full) + (body + windowed + scan) + (body + 2.5 * windowed + 2 * scan) + 3 * head

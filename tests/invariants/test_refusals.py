@@ -27,16 +27,26 @@ def test_assisted_decoding(model: Any, make_base: MakeBase) -> None:
         model.generate(tokens(1, 5), prompt_lookup_num_tokens=2, max_new_tokens=4)
 
 
-def test_being_the_assistant_past_the_window(model: Any, make_base: MakeBase) -> None:
-    with pytest.raises(ValueError, match="cannot be cropped"):
-        make_base("Qwen2", seed=1).generate(tokens(1, 20), assistant_model=model, max_new_tokens=20, do_sample=False)
+def test_being_the_assistant(model: Any, make_base: MakeBase) -> None:
+    """Before the first token, however short the text."""
+    main, given = make_base("Qwen2", seed=1), []
+    main.register_forward_hook(lambda *_: given.append(1))
+    with pytest.raises(RetrofitError, match="give the base as assistant_model"):
+        main.generate(tokens(1, 5), assistant_model=model, max_new_tokens=4, do_sample=False)
+    assert not given
+    how = {"max_new_tokens": 8, "do_sample": False}
+    with model.memory_off():
+        assisted = main.generate(tokens(1, 20), assistant_model=model, **how)
+    assert torch.equal(assisted, main.generate(tokens(1, 20), **how))
 
 
-def test_continuous_batching(model: Any) -> None:
+@pytest.mark.parametrize("name", ["generate_batch", "init_continuous_batching", "continuous_batching_context_manager"])
+def test_continuous_batching(model: Any, name: str) -> None:
+    assert not hasattr(model, name)  # transformers serve asks so, and then generates one by one
     with pytest.raises(RetrofitError, match=r"use generate\(\)"):
-        model.generate_batch([[3, 4, 5]])
-    with pytest.raises(RetrofitError, match=r"use generate\(\)"):
-        model.init_continuous_batching()
+        getattr(model, name)([[3, 4, 5]])
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = model.nonsense
 
 
 @pytest.mark.parametrize("implementation", ["static", "offloaded_static", "quantized"])

@@ -5,7 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patches.memory import Step
+from patches.padding import Starts
+from patches.rotary import Rotary
+from patches.step import Pass, Step
+
+CPU = torch.device("cpu")
 
 
 def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -15,19 +19,14 @@ def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def make_step(q: Tensor, k: Tensor, v: Tensor, **changes: Any) -> Step:
-    """A pass without a cache over rotated ``q`` (B, H, n, 8) and ``k``, ``v`` (B, H_kv, n, 8)."""
+def make_step(
+    q: Tensor, k: Tensor, v: Tensor, *, turns: Rotary = rotary, starts: Starts | None = None, **changes: Any
+) -> Step:
+    """An evicting pass without a cache over rotated ``q`` (B, H, n, 8) and ``k``, ``v`` (B, H_kv, n, 8)."""
+    now = Pass(0, q.shape[2], starts or Starts(), True, turns, CPU, CPU)
     given: dict[str, Any] = {
         "x": q.new_zeros(q.shape[0], q.shape[2], 1),
-        "gates": None,
         "layer": None,
-        "seen": 0,
-        "pad": None,
-        "min_pad": 0,
-        "max_pad": 0,
-        "offset": torch.zeros(1, dtype=torch.long),
-        "rotary": rotary,
         "scale": q.shape[-1] ** -0.5,
-        "dropout": 0.0,
     }
-    return Step(q=q, k=k, v=v, **{**given, **changes})
+    return Step(now, q=q, k=k, v=v, **{**given, **changes})

@@ -48,9 +48,9 @@ def written_out(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
                 state = state * (-memory.A_log[head].exp() * step).exp()
             state = state + beta * torch.outer(unit(k[j]), v[j] - unit(k[j]) @ state)
             read = unit(q[t]) @ state / math.sqrt(dim)
-            read = read / (read.square().mean() + 1e-5).sqrt() * memory.o_norm.weight
+            read = read / (read.square().mean() + 1e-5).sqrt() * memory.read_norm.weight
             gate = memory.g_proj.weight[head] @ x[t]
-            out[t, head] += (read * gate * gate.sigmoid()) @ memory.o_proj.weight[head]
+            out[t, head] += (read * gate * gate.sigmoid()) @ memory.read_proj.weight[head]
     return attention.o_proj(out.flatten(1))
 
 
@@ -82,15 +82,15 @@ def test_it_starts_where_the_published_models_do(
         found.setdefault(name.rpartition(".memory.")[2], []).append(parameter.detach())
     assert len(found) == tensors
     whole = {name: torch.cat([p.flatten() for p in each]) for name, each in found.items()}
-    assert not whole["o_proj.weight"].any()
-    assert (whole["o_norm.weight"] == 1).all()
+    assert not whole["read_proj.weight"].any()
+    assert (whole["read_norm.weight"] == 1).all()
     for name in found:
         if name in ("a_proj.weight", "b_proj.weight", "g_proj.weight"):
             assert whole[name].std() == pytest.approx(0.02, rel=0.05)
             assert abs(whole[name].mean()) < 1e-3
             assert not torch.equal(found[name][0], found[name][1]), "layers share their first draw"
     if kind == "ahn-gdn":
-        assert found["o_proj.weight"][0].shape == (4, 16, 16)
+        assert found["read_proj.weight"][0].shape == (4, 16, 16)
         assert whole["A_log"].exp().max() <= 16.001
         steps = torch.nn.functional.softplus(whole["dt_bias"])
         assert steps.min() >= 0.99e-3

@@ -16,6 +16,7 @@ import retrofit
 from patches.ahn import Mamba2
 from patches.config import MemoryConfig
 from patches.scan import linear_attention_chunks, linear_attention_steps
+from retrofit.convert import published_name
 from retrofit.families import FAMILIES
 from tests.helpers import close
 
@@ -52,7 +53,7 @@ def model(oracle: Any) -> Any:
     model = retrofit.patch(base, "ahn-mamba2", settings["window"], settings["sinks"])
     with torch.no_grad():
         for name, parameter in model.memory_parameters():
-            parameter.copy_(weights.pop(name.replace(".self_attn.memory.", ".ahn.fn.")))
+            parameter.copy_(weights.pop(published_name("ahn-mamba2", name)))
     assert not [name for name in weights if ".ahn." in name]
     return model
 
@@ -88,7 +89,7 @@ def test_loss_and_gradients_are_the_published_ones(model: Any, oracle: Any) -> N
     close(loss, tensors["train.kl_loss"][0], 1e-6)
     loss.backward()
     for name, parameter in model.memory_parameters():
-        expected = tensors["train.grad." + name.replace(".self_attn.memory.", ".ahn.fn.")]
+        expected = tensors["train.grad." + published_name("ahn-mamba2", name)]
         assert (parameter.grad - expected).norm() <= 1e-4 * expected.norm(), name
 
 
@@ -111,8 +112,8 @@ def test_its_read_is_the_recurrence_written_out() -> None:
         read = (F.normalize(q[:, :, t], dim=-1).unsqueeze(-1) * S).sum(-2) * F.silu(memory.g_proj(x[:, t])).unsqueeze(
             -1
         )
-        y = F.rms_norm(read.flatten(1), (4 * D,), memory.norm.weight, eps=1e-5).view(2, 4, 1, D)
-        expected.append((y @ memory.o_proj.weight).squeeze(2))
+        y = F.rms_norm(read.flatten(1), (4 * D,), memory.read_norm.weight, eps=1e-5).view(2, 4, 1, D)
+        expected.append((y @ memory.read_proj.weight).squeeze(2))
     read, state = memory.read(x, q, k, v, memory.write_gates(written), None)
     close(read, torch.stack(expected, 1))
     close(state, S)

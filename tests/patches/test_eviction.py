@@ -13,7 +13,8 @@ from patches.cache import MemoryCacheLayer
 from patches.errors import RetrofitError
 from patches.eviction import Rows
 from patches.kinds import KINDS
-from patches.memory import Step
+from patches.padding import Starts
+from tests.patches.steps import make_step
 
 CASES = {
     "tova": ("tova", {}),
@@ -84,22 +85,9 @@ def attend(memory, q, k, v, pad=None, layer=None):
     """The memory on all tokens at once; ``q``, ``k`` not rotated."""
     n = q.shape[2]
     position = torch.arange(n, dtype=torch.float64)[:, None]
-    step = Step(
-        x=q.new_zeros(len(q), n, HEADS * DIM),
-        q=turn(q, position),
-        k=turn(k, position),
-        v=v,
-        gates=None,
-        layer=layer,
-        seen=0,
-        pad=pad,
-        min_pad=0 if pad is None else int(pad.min()),
-        max_pad=0 if pad is None else int(pad.max()),
-        offset=torch.zeros(1, dtype=torch.long),
-        rotary=rotary,
-        scale=SCALE,
-        dropout=0.0,
-    )
+    pads = (0,) if pad is None else tuple(pad.tolist())
+    rotated = turn(q, position), turn(k, position), v
+    step = make_step(*rotated, turns=rotary, starts=Starts(pads), layer=layer, scale=SCALE)
     return memory.attend(step)[0]
 
 
@@ -252,10 +240,10 @@ def test_there_is_nothing_to_train(make_base, kind):
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        ("tova", {"scope": "heads"}, "scope='heads' is not known.*did you mean 'head'"),
-        ("tova", {"prefill": "once"}, "use 'token' or 'chunk' or 'full'"),
+        ("tova", {"scope": "heads"}, "scope: 'heads' is not one of .*did you mean 'head'"),
+        ("tova", {"prefill": "once"}, "one of token, chunk, full"),
         ("h2o", {"chunk": 0}, "chunk=0: give a whole number"),
-        ("tova", {"positions": "rope"}, "use 'true' or 'lnln'"),
+        ("tova", {"positions": "rope"}, "one of true, lnln"),
         ("tova", {"protect_newest": 1}, "protect_newest=1"),
         ("tova", {"heavy": 4}, "no option 'heavy'"),
         ("h2o", {"heavy": -1}, "heavy=-1"),

@@ -11,7 +11,7 @@ from torch.nn.functional import elu
 import retrofit
 from patches.errors import RetrofitError
 from patches.infini import InfiniAttention, write_and_read, write_and_read_steps
-from patches.memory import WindowOnly
+from patches.on_window import WindowOnly
 from patches.rotary import rotate
 from tests.conftest import tiny_base
 from tests.helpers import awake, close, feed, tokens
@@ -131,8 +131,8 @@ def test_long_keys_stay_finite(write: str) -> None:
     ("options", "message"),
     [
         ({"write": "linaer"}, "did you mean 'linear'"),
-        ({"positions": "rope"}, "rotated or none"),
-        ({"population": 3}, "evicted or all"),
+        ({"positions": "rope"}, "one of rotated, none"),
+        ({"population": 3}, "one of evicted, all"),
         ({"rule": "delta"}, "no option 'rule'"),
     ],
     ids=str,

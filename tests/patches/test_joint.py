@@ -12,9 +12,9 @@ from transformers import DynamicCache, PreTrainedModel
 import retrofit
 from patches.errors import RetrofitError
 from patches.joint import MASS_EPS, OPENING, JointMemory, JointOptions
-from patches.memory import Step
 from patches.rotary import rotate
 from tests.helpers import S, W, awake, awaken, close, feed, left_mask, logits, positions, tokens
+from tests.patches.steps import make_step
 
 MakeBase = Callable[..., PreTrainedModel]
 B, T, SCALE = 2, 27, 0.3
@@ -65,7 +65,7 @@ def written_out(memory: JointMemory, x: Tensor, q: Tensor, k: Tensor, v: Tensor,
                         read, known = (query @ state)[:-1], memory.familiarity[h] * (query @ state)[-1]
                     states[name] = state
                     weigh.append(mass.log() + apply(branch.logit, x[b, t])[h] + known)
-                    candidates.append(read + read @ branch.o_proj.weight[h].double())
+                    candidates.append(read + read @ branch.read_proj.weight[h].double())
                 share = torch.stack(weigh).softmax(0)[1:] * (OPENING * memory.opening[h]).tanh()
                 out[b, t, h] = (1 - share.sum()) * window
                 for z, candidate in zip(share, candidates[1:], strict=True):
@@ -84,24 +84,7 @@ def test_it_is_the_equations(make_base: MakeBase, branches: str) -> None:
         return model.model.rotary_emb(x.new_empty(0), positions.expand(1, -1))
 
     cos, sin = rotary(torch.arange(T)[None])
-    ours, _ = memory.attend(
-        Step(
-            x=x,
-            q=rotate(q, cos, sin),
-            k=rotate(k, cos, sin),
-            v=v,
-            gates=memory.write_gates(x),
-            layer=None,
-            seen=0,
-            pad=None,
-            min_pad=0,
-            max_pad=0,
-            offset=torch.zeros(1, dtype=torch.long),
-            rotary=rotary,
-            scale=SCALE,
-            dropout=0.0,
-        )
-    )
+    ours, _ = memory(make_step(rotate(q, cos, sin), rotate(k, cos, sin), v, turns=rotary, x=x, scale=SCALE))
     theirs = written_out(memory, x, q, k, v, rotary)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)  # unit() adds 1e-6 inside its root
     weights = torch.randn(ours.shape, generator=generator).double()
@@ -183,7 +166,7 @@ def test_closed_until_opened(make_base: MakeBase, branches: str) -> None:
     ("options", "says"),
     [
         ({"branches": "liner"}, "did you mean 'linear'"),
-        ({"branches": 2}, "use 'both' or 'linear'"),
+        ({"branches": 2}, "one of both, linear"),
         ({"branch": "linear"}, "did you mean 'branches'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the model decides per call: where padding ends, which mask is made, which token is in window or memory."""
+"""What the model decides per call: which mask is made, which token is in window or memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,38 +9,9 @@ from transformers import PreTrainedModel
 
 import retrofit
 from patches.errors import RetrofitError
-from patches.modeling import left_padding
 from tests.helpers import ON_A_WINDOW, TRAINABLE, S, W, awake, capacity, feed, logits, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
-
-
-@pytest.mark.parametrize(
-    ("mask", "seen", "expected"),
-    [
-        (["1111", "1111"], 0, None),
-        (["0011", "1111"], 0, [2, 0]),
-        (["0000", "1111"], 0, [4, 0]),
-        (["1100", "1111"], 0, None),  # on the right of the new tokens: nothing later reads it
-        (["0110", "1111"], 0, [1, 0]),
-        (["0011", "1111"], 3, [2, 0]),
-        (["0000", "0001"], 3, [4, 3]),
-        (["1101", "1111"], 0, "hole"),
-        (["1011", "1111"], 3, "hole"),
-        (["1100", "1111"], 3, "hole"),  # the cache holds the third token: right padding that is continued
-        (["0100", "1111"], 3, "hole"),
-        (["111", "111"], 0, "cover all tokens"),
-    ],
-)
-def test_left_padding(mask: list[str], seen: int, expected: Any) -> None:
-    tensor = torch.tensor([[int(c) for c in row] for row in mask])
-    if isinstance(expected, str):
-        with pytest.raises(RetrofitError, match=expected):
-            left_padding(tensor, seen, 4 - seen)
-        return
-    for dtype in (torch.long, torch.bool, torch.float32):
-        pad = left_padding(tensor.to(dtype), seen, 4 - seen)
-        assert (None if pad is None else pad.tolist()) == expected
 
 
 def influence(model: Any, length: int) -> torch.Tensor:

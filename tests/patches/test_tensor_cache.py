@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 import retrofit
 from patches.errors import RetrofitError
+from patches.population import Pairs
 from patches.tensor_cache import RULES, TensorCache, write_and_read_steps
 from tests.conftest import tiny_base
 from tests.helpers import awake, close, feed, logits, tokens
@@ -170,7 +171,7 @@ def test_a_token_goes_to_one_slot_and_the_others_stay() -> None:
     memory = make(window=4, slots=3, two_timescale=True)
     q, k, v = (torch.randn(1, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2))
     before = {f"{name}.matrix": torch.randn(1, 6, 8, 8, dtype=torch.float64) for name in ("fast", "slow")}
-    pairs = memory._evicted(make_step(q, k, v, seen=0), 4, k[:, :, :1], v[:, :, :1])
+    pairs = Pairs(q[:, :, 4:], k[:, :, :1], v[:, :, :1], None, None, start=0, lag=4, lead=0)
     _, after = memory.exchange(make_step(q, k, v), pairs, before)
     keys = k[0, :, 0] / k[0, :, 0].norm(dim=-1, keepdim=True)
     slot_keys = memory.slot_keys / memory.slot_keys.norm(dim=-1, keepdim=True)
@@ -196,7 +197,7 @@ def test_long_keys_never_make_it_diverge() -> None:
     ("options", "message"),
     [
         ({"rule": "outre"}, "did you mean 'outer'"),
-        ({"population": "some"}, "evicted or all"),
+        ({"population": "some"}, "one of evicted, all"),
         ({"rule": "delta", "normalize_keys": False}, "diverges"),
         ({"slots": 0}, "slots=0"),
         ({"slots": 2, "top_k": 3}, "top_k=3"),

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import retrofit
 from cli import app
 from patches.errors import RetrofitError
+from retrofit.convert import published_name
 from tests.helpers import close
 
 VARIANTS = {"ahn-gdn": "GatedDeltaNet", "ahn-dn": "DeltaNet", "ahn-mamba2": "Mamba2"}
@@ -44,11 +45,21 @@ def write_published(folder: Path, kind: str, tensors: dict[str, Tensor], config:
     return folder
 
 
+# the names in one layer of the published checkpoints
+DELTA = {"b_proj.weight", "g_proj.weight", "o_norm.weight", "o_proj.weight"}
+STEP = {"dt_proj.weight", "dt_proj.bias", "dt_bias", "A_log"}
+PUBLISHED = {
+    "ahn-dn": DELTA,
+    "ahn-gdn": DELTA | {"a_proj.weight", "A_log", "dt_bias", "D"},
+    "ahn-mamba2": STEP | {"g_proj.weight", "g_proj.bias", "norm.weight", "o_proj.weight"},
+}
+
+
 def published(base: PreTrainedModel, kind: str) -> dict[str, Tensor]:
     """Random tensors with the published names and shapes for ``base``."""
     torch.manual_seed(3)
     model = retrofit.patch(base, kind, window=8)
-    names = {name.replace(".self_attn.memory.", ".ahn.fn."): p.shape for name, p in model.memory_parameters()}
+    names = {published_name(kind, name): p.shape for name, p in model.memory_parameters()}
     if kind == "ahn-gdn":
         names |= {f"model.layers.{i}.ahn.fn.D": torch.Size([4]) for i in range(2)}
     return {name: torch.randn(shape).to(torch.bfloat16) for name, shape in names.items()}
@@ -86,12 +97,13 @@ def test_the_oracle_in_the_published_layout(name: str, shared: Path, tmp_path: P
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_every_variant_is_a_rename(kind: str, base: PreTrainedModel, tmp_path: Path) -> None:
     tensors = published(base, kind)
+    assert {name.partition(".ahn.fn.")[2] for name in tensors} == PUBLISHED[kind]
     model = retrofit.convert_ahn(base, write_published(tmp_path / "ahn", kind, tensors, base.config))
     memory = model.config.memory
     assert (memory["kind"], memory["window"], memory["sinks"]) == (kind, 32640, 128)
     for name, parameter in model.memory_parameters():
         assert parameter.dtype == torch.float32
-        assert torch.equal(parameter, tensors[name.replace(".self_attn.memory.", ".ahn.fn.")].float())
+        assert torch.equal(parameter, tensors[published_name(kind, name)].float())
 
 
 D = "model.layers.1.ahn.fn.D"
@@ -117,7 +129,7 @@ def test_wrong_tensors_are_named(edit: str, base: PreTrainedModel, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"_ahn_implementation": "Mamba"}, "unknown AHN 'Mamba' .did you mean 'Mamba2'"),
+        ({"_ahn_implementation": "Mamba"}, "'Mamba' is not one of .*did you mean 'Mamba2'"),
         ({"_ahn_implementation": None}, "not published AHN weights"),
         ({"use_q_proj": True}, "use_q_proj=True, which is not supported"),
         ({"fa_layer_ids": "0,1"}, "fa_layer_ids='0,1'"),

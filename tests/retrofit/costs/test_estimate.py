@@ -15,8 +15,8 @@ from patches.kinds import KINDS
 from retrofit import bases
 from retrofit.bases import base_config, built_in
 from retrofit.costs.estimate import Device, cache_parts, estimate, layer_memories
+from retrofit.costs.flops import Shape, forward_flops
 from retrofit.costs.paper import paper_rows
-from retrofit.flops import Shape, forward_flops, memory_flops, seen_keys
 from tests.helpers import S, W, awake, feed, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
@@ -106,8 +106,7 @@ def test_pairs_by_the_definition() -> None:
     for sinks, window, length in ((0, 5, 30), (3, 4, 30), (3, 4, 5)):
         memory = layer_memories(built_in("Qwen2.5-3B"), MemoryConfig("ahn-gdn", window, sinks))[0]
         by_hand = [sum(t - j < window or j < sinks for j in range(t + 1)) for t in range(length)]
-        assert seen_keys(memory, length).tolist() == by_hand
-    assert seen_keys(None, 4).tolist() == [1, 2, 3, 4]
+        assert memory.seen_keys(length).tolist() == by_hand
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_pairs_by_the_definition() -> None:
 )
 def test_rows_are_seen_too(kind: str, options: dict[str, Any], seen: list[int]) -> None:
     memory = layer_memories(built_in("Qwen2.5-3B"), MemoryConfig(kind, 4, 1, options=options))[0]
-    assert seen_keys(memory, 10).tolist() == seen
+    assert memory.seen_keys(10).tolist() == seen
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Mistral"])
@@ -141,13 +140,13 @@ def test_operations_of_the_base_are_what_torch_counts(family: str, make_base: Ma
 
 def test_a_matrix_state_costs_its_products() -> None:
     config = built_in("Qwen2.5-3B")
-    shape, evicted = Shape.of(config), 1000 - W - S
+    evicted = 1000 - W - S
     state = {"ahn-gdn": 3 * 16, "ahn-mamba2": 2 * 16, "tensor-cache": 2 + 16}  # products of d x d, heads
     for kind, products in state.items():
         memory = layer_memories(config, MemoryConfig(kind, W, S))[0]
         assert memory is not None
         weights = sum(parameter.numel() for parameter in memory.parameters() if parameter.dim() > 1)
-        assert memory_flops(shape, memory, 1000) == 2 * weights * 1000 + 2 * products * 128**2 * evicted
+        assert memory.flops(1000) == 2 * weights * 1000 + 2 * products * 128**2 * evicted
 
 
 def test_seconds_only_for_a_device() -> None:
@@ -179,7 +178,7 @@ def test_the_table_stands_in_for_a_hub_that_cannot_be_reached(monkeypatch: pytes
     [
         ({"memory": "ahn-gnd"}, "did you mean 'ahn-gdn'"),
         ({"length": 0}, "must be 1 or more"),
-        ({"dtype": "int8"}, "'int8' is not known"),
+        ({"dtype": "int8"}, "'int8' is not one of"),
         ({"layers": [99]}, "is not a layer of this base"),
         ({"slots": 2}, "has no option 'slots'"),
     ],
@@ -193,4 +192,4 @@ def test_mistakes(change: dict[str, Any], said: str) -> None:
 def test_a_text_shorter_than_the_sinks_sees_itself(kind: str) -> None:
     """Nothing was evicted, so no memory has a block or a row yet."""
     memory = layer_memories(built_in("Qwen2.5-3B"), MemoryConfig(kind, 8, 128))[0]
-    assert seen_keys(memory, 20).tolist() == list(range(1, 21))
+    assert memory.seen_keys(20).tolist() == list(range(1, 21))

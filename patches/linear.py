@@ -1,0 +1,51 @@
+"""The modules that memories are made of. Each computes with its own weights when it is called, and nobody else does.
+
+Who stands between a module and its weights (accelerate's offloading, ZeRO-3, a LoRA) acts when it is called.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+UNIT_EPS = 1e-6  # inside the root of the l2 norm, as in the kernels of AHN's published models
+NORM_EPS = 1e-5  # of the RMSNorm after the read
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 where the model itself is: what states and gates are in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x`` scaled to length 1 along its last dimension, a zero to zero."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+
+
+class WideLinear(nn.Linear):
+    """A linear layer computed in float32 or wider, whatever the dtype of its input and of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = wide(x.dtype)
+        return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+
+class HeadLinear(nn.Module):
+    """One square matrix per head, multiplied from the right: ``(B, n, H, D) -> (B, n, H, D)``."""
+
+    def __init__(self, heads: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bnhi,hio->bnho", x, self.weight.to(x.dtype))
+
+
+class ReadNorm(nn.Module):
+    """RMSNorm over the last dimension: one head (its weight shared by all), or all heads together."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPS) * self.weight.to(x.dtype)

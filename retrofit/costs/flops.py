@@ -1,0 +1,90 @@
+"""Floating-point operations of a forward pass, counted from shapes: projections, attention over what is seen, memory.
+
+A product of matrices counts 2 per multiplication. Norms, biases, rotations and softmax are left out: below 1 %.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from patches.memory import Memory
+
+LAST = 1  # positions that go through the head when a prompt is read
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a base's configuration costs anything."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, config: Any) -> "Shape":
+        """Of a transformers configuration of a supported family."""
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim,
+            config.intermediate_size,
+            config.vocab_size,
+        )
+
+    @property
+    def projections(self) -> int:
+        """Weights of q, k, v and o in one layer."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def mlp(self) -> int:
+        """Weights of gate, up and down in one layer."""
+        return 3 * self.hidden * self.ffn
+
+    @property
+    def body(self) -> int:
+        """P: the weights of all layers, which every token meets once."""
+        return self.layers * (self.projections + self.mlp)
+
+    @property
+    def head(self) -> int:
+        """Weights of the output head."""
+        return self.hidden * self.vocabulary
+
+
+def attention_flops(shape: Shape, memory: Memory | None, tokens: int) -> int:
+    """Of one layer's softmax attention over ``tokens``: scores and values, exactly the pairs that are seen.
+
+    Args:
+        memory: a layer's, or None for full attention.
+    """
+    pairs = tokens * (tokens + 1) // 2 if memory is None else int(memory.seen_keys(tokens).sum())
+    return 4 * pairs * shape.heads * shape.head_dim
+
+
+def forward_flops(shape: Shape, memories: list[Memory | None], tokens: int, head: int = LAST) -> int:
+    """Of the whole model over one sequence.
+
+    Args:
+        memories: one per layer, None for a layer with full attention.
+        head: positions that go through the output head.
+    """
+    layers = sum(count * _layer(shape, memory, tokens) for memory, count in distinct(memories))
+    return 2 * shape.body * tokens + layers + 2 * shape.head * head
+
+
+def _layer(shape: Shape, memory: Memory | None, tokens: int) -> int:
+    return attention_flops(shape, memory, tokens) + (0 if memory is None else memory.flops(tokens))
+
+
+def distinct(memories: list[Memory | None]) -> list[tuple[Memory | None, int]]:
+    """Each memory of a model once, with the number of its layers; layers of one kind have the same settings."""
+    first = {memory.kind if memory else None: memory for memory in reversed(memories)}
+    kinds = [memory.kind if memory else None for memory in memories]
+    return [(memory, kinds.count(kind)) for kind, memory in first.items()]

@@ -30,11 +30,11 @@ def demo(
     It teaches a small model, gives it a memory, distils, compares, saves, loads and generates.
     """
     if memory == "all":
-        from distill.demo_all import run_all
+        from distill.demo.every_kind import run_all
 
         run_all(seed=seed, output=output, json_file=json_file, overwrite=overwrite)
     else:
-        from distill.demo import run_demo
+        from distill.demo.run import run_demo
 
         run_demo(memory=memory, seed=seed, output=output, json_file=json_file, overwrite=overwrite)
 
@@ -93,7 +93,7 @@ def distill(
         return
     if recipe.output is not None and not resume:
         check_output(recipe.output, overwrite=True, inputs=read, data=data)
-    from distill.launch import Machines, launch
+    from distill.parallel.launch import Machines, launch
 
     machines = Machines(nproc, nnodes, node_rank, master_addr, master_port)
     if machines.needed(deepspeed=recipe.deepspeed is not None):
@@ -146,7 +146,7 @@ def check(
 
     Without an argument, those that come with the package are checked.
     """
-    from distill.check import check_recipe
+    from distill.preflight import check_recipe
 
     for name in names or shipped_recipes():
         recipe = load_recipe(name)

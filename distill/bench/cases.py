@@ -34,7 +34,10 @@ class Step(Models):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.window + self.sinks + 1 < self.length:
-            raise RetrofitError(f"rows of {self.length} tokens: nothing is scored below {self.window + self.sinks + 2}")
+            raise RetrofitError(
+                f"rows of {self.length} tokens have no position past the window: take {self.window + self.sinks + 2} "
+                "tokens or more"
+            )
         if self.device not in ("cpu", "cuda", "cuda:0"):
             raise RetrofitError(
                 f"device={self.device!r}: the trainer takes the first GPU; choose it by CUDA_VISIBLE_DEVICES"

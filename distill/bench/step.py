@@ -18,9 +18,8 @@ from distill.arguments import DistillArguments
 from distill.bench import cases
 from distill.loss import chunked_kl
 from distill.objective import teacher_states
+from distill.preflight import find_trainable
 from distill.trainer import DistillTrainer
-from patches.errors import RetrofitError
-from patches.kinds import find_kind
 from retrofit.bench.machine import peak_bytes
 from retrofit.bench.models import RandomModels, prompt
 from retrofit.bench.timing import interleaved, mib, ratios, spread
@@ -45,8 +44,7 @@ class Case(cases.Step, RandomModels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not find_kind(self.memory).trainable:
-            raise RetrofitError(f"memory {self.memory!r} has nothing to fit: measure one that has")
+        find_trainable(self.memory)
 
     def model(self, positions: int) -> Any:
         """The patched model for so many positions, its memory in float32 as it is trained."""

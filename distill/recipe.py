@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distill.plain_yaml import parse_yaml
-from distill.settings import setting, settings
 from patches.errors import RetrofitError, nearest
+from retrofit.plain_yaml import parse_yaml
+from retrofit.settings import setting, settings
 from retrofit.siblings import HERE
 
 
@@ -24,7 +24,7 @@ class Recipe:
         None,
         "What to learn from: a text, JSONL or Parquet file, a folder saved by datasets, or a dataset id of the Hub.",
     )
-    output: str | None = setting(None, "Folder that the run writes.")
+    output: str | None = setting(None, "Folder that the run writes.", short=("-o",), metavar="DIR")
     dtype: str = setting(
         "auto", "Dtype of the base; auto takes the checkpoint's own.", choices=("auto", "float32", "bfloat16")
     )

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 from typer import BadParameter
 
 import retrofit
-from cli import _pairs
 from distill import same_run
 from distill.chat import ChatTokenizer
 from distill.checkpoint import damage, write_checksums
@@ -33,6 +32,7 @@ from retrofit.evaluation.benchmarks import load_benchmark
 from retrofit.evaluation.perplexity import read_sequences
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.files import write_json
+from retrofit.options import pairs
 from tests.helpers import ROOT
 from tests.robustness.inputs import BYTES, JUNK, damaged, documents, put, refusal, safetensors, share
 
@@ -125,7 +125,7 @@ def test_values_of_flags(text: str) -> None:
 
     def read() -> None:
         try:
-            _pairs("--set", [f"window={text}"])
+            pairs("--set", [f"window={text}"])
         except BadParameter as error:
             raise RetrofitError(error.message) from None
 

@@ -22,6 +22,7 @@ ROOMS = {
     "merge": "retrofit.command",
     "convert": "retrofit.command",
     "generate": "retrofit.command",
+    "serve": "retrofit.serving.command",
     "eval": "retrofit.evaluation.command",
     "report": "retrofit.report.command",
     "bench": "retrofit.bench.command",
@@ -111,7 +112,7 @@ def _told_launcher(message: str) -> bool:
     """Whether this is one process of several, whose launcher now has ``message`` to print once."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False
-    from distill.outcome import tell_launcher
+    from distill.parallel import tell_launcher
 
     return tell_launcher(message)
 

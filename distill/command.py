@@ -27,11 +27,11 @@ def demo(
 ) -> None:
     """Teach a small model on a made-up text, give it a memory, distil, compare, save, load and generate."""
     if memory == "all":
-        from distill.demo_all import run_all
+        from distill.demo.every_kind import run_all
 
         run_all(seed=seed, output=output, json_file=json_file, overwrite=overwrite)
     else:
-        from distill.demo import run_demo
+        from distill.demo.run import run_demo
 
         run_demo(memory=memory, seed=seed, output=output, json_file=json_file, overwrite=overwrite)
 
@@ -89,7 +89,7 @@ def distill(
         return
     if recipe.output is not None and not resume:
         check_output(recipe.output, overwrite=True, inputs=read, data=data)
-    from distill.launch import Machines, launch
+    from distill.parallel.launch import Machines, launch
 
     machines = Machines(nproc, nnodes, node_rank, master_addr, master_port)
     if machines.needed(deepspeed=recipe.deepspeed is not None):
@@ -139,7 +139,7 @@ def check(
     names: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="Files or shipped names.")] = None,
 ) -> None:
     """Check recipes; without an argument, all that come with the package."""
-    from distill.check import check_recipe
+    from distill.preflight import check_recipe
 
     for name in names or shipped_recipes():
         recipe = load_recipe(name)

@@ -61,10 +61,12 @@ class Verbs(typer.Typer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(rich_markup_mode=None, add_completion=False, **kwargs)  # rich's pages take twice as long
 
-    def verb(self, *examples: str, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def verb(
+        self, *examples: str, name: str | None = None, **how: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """A decorator that makes a function a verb; its --help ends with ``examples``, commands as one types them."""
         lines = "\n".join(["\b", "Example:", *(f"  {example}" for example in examples)])
-        return self.command(name, cls=Verb, epilog=lines)
+        return self.command(name, cls=Verb, epilog=lines, **how)
 
 
 def flags(of: Any, leave: Container[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -125,7 +127,9 @@ def pairs(flag: str, items: Iterable[str] | None, taken: Container[str] = ()) ->
 
 def _flag(key: Setting) -> Any:
     """The annotation from which typer makes the flag of a setting."""
-    value: Any = {tuple: GenericAlias(list, (key.item,)), list: str, dict: str}.get(key.kind, key.kind)
+    value: Any = str if key.kind in (list, dict) else key.kind  # lists and mappings are read as YAML
+    if key.kind is tuple:
+        value = GenericAlias(list, (key.item,))
     name = key.flag or f"--{key.name.replace('_', '-')}"
     names = [name] if key.kind is not bool else [f"{name}/--no-{name.removeprefix('--')}"]
     metavar = "|".join(key.choices) or key.metavar or ("YAML" if key.kind in (list, dict) else None)

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError, one_of
 from retrofit.plain_yaml import parse_yaml
 
 LARGEST = 2**31 - 1  # of a whole number without a limit of its own: counters and tensors take no more everywhere
@@ -79,9 +79,8 @@ class Setting:
             fits = fits and all(type(part) is {list: int, dict: str}[self.kind] for part in value)
         if not fits:
             raise RetrofitError(f"{self.name}: {value!r} is not {WORDS[self.kind]}")
-        if self.choices and value not in self.choices:
-            said = ", ".join(self.choices)
-            raise RetrofitError(f"{self.name}: {value!r} is not one of {said}{nearest(value, self.choices)}")
+        if self.choices:
+            one_of(self.name, value, *self.choices)
         if self.kind in (int, float) and not self._within(value):
             raise RetrofitError(f"{self.name}: {value} is out of range, it must be {self.range}")
         if type(value) is int and self.most is None and abs(value) > LARGEST:

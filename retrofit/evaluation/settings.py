@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError, one_of
 from retrofit.settings import setting, settings
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -67,10 +67,8 @@ class Settings:
 
         for name, key in KEYS.items():
             object.__setattr__(self, name, key.check(getattr(self, name)))
-        known = ["identity", "recall", *NAMES]
         for probe in self.probes:
-            if probe not in known:
-                raise RetrofitError(f"unknown probe {probe!r}{nearest(probe, known)}: known are {', '.join(known)}")
+            one_of("probe", probe, "identity", "recall", *NAMES)
         if self.sizes and self.data is None:
             raise RetrofitError("perplexity by size of state needs a text: give --data")
         for name in self.benchmarks:

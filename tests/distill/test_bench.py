@@ -60,7 +60,7 @@ def test_both_steps_leave_the_same_gradient(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"length": 260}, "nothing is scored below 262"),
+        ({"length": 260}, "no position past the window: take 262"),
         ({"memory": "none"}, "nothing to fit"),
         ({"hidden": 100}, "100"),
     ],

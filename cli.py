@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,9 +31,7 @@ class OneLineErrors(TyperGroup):
         try:
             self._main(*args, **kwargs)
         except Exception:
-            from distill.outcome import tell_launcher
-
-            if not tell_launcher(traceback.format_exc()):
+            if not _told_launcher(traceback.format_exc()):
                 raise
             sys.exit(1)
 
@@ -48,19 +47,19 @@ class OneLineErrors(TyperGroup):
             message = f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}, nothing was kept"
         except ImportError as error:
             absent = [name for name in ("accelerate", "datasets") if importlib.util.find_spec(name) is None]
-            if not absent:
+            message = _shadowed()
+            if absent and not message:
+                message = f"this needs {' and '.join(absent)}: pip install 'retrofit-lm[train]'"
+            if not message:
                 raise error
-            message = f"this needs {' and '.join(absent)}: pip install 'retrofit-lm[train]'"
         except ValueError as error:
             from patches.errors import RetrofitError
 
             if not isinstance(error, RetrofitError):
                 raise
             message = str(error)
-        from distill.outcome import tell_launcher
-
         message = " ".join(message.split())
-        if not tell_launcher(message):
+        if not _told_launcher(message):
             typer.echo(f"error: {message}", err=True)
         sys.exit(2)
 
@@ -70,6 +69,27 @@ class OneLineErrors(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from None
+
+
+def _told_launcher(message: str) -> bool:
+    """Whether this is one process of several, whose launcher now has ``message`` to print once."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return False
+    from distill.outcome import tell_launcher
+
+    return tell_launcher(message)
+
+
+def _shadowed() -> str:
+    """What stands in the way of one of our packages, if anything does."""
+    try:
+        from retrofit.siblings import check_sibling
+
+        for name in ("patches", "distill"):
+            check_sibling(name)
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 # what a verb reads, by the names of its parameters; its files to write are never one of them
@@ -484,7 +504,7 @@ def evaluate(
     chosen: dict[str, Any] = {"probes": probe, "lengths": length, "depths": depth, "bindings": bindings}
     chosen |= {"benchmarks": benchmark, "task_lengths": task_length, "sizes": size}
     chosen["tasks"] = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    given: dict[str, Any] = {"probes": ()} if tasks or benchmark else {}  # unless asked for besides these
+    given: dict[str, Any] = {"probes": ()} if data or tasks or benchmark else {}  # unless asked for besides these
     given |= {name: tuple(values) for name, values in chosen.items() if values}
     settings = Settings(
         model,
@@ -507,6 +527,8 @@ def evaluate(
     summary = run_evaluation(settings, output, overwrite)
     for title, rows, columns in tables(summary):
         print_table(title, rows, columns)
+    if data and not (probe or benchmark or tasks):
+        typer.echo("only the text was scored: add --probe identity, recall, passkey or a needle task to ask for more")
     for said in (said for one in summary["benchmarks"].values() for said in one["departures"]):
         typer.echo(f"note: {said}")
     typer.echo(f"{output}: eval.json, results.jsonl")
@@ -534,8 +556,8 @@ def report(
 
     Its figures are written to RUN/figures too, as PNG and SVG.
     """
-    from retrofit.report.write import FIGURES
-    from retrofit.report.write import report as write
+    from retrofit.report.page import FIGURES
+    from retrofit.report.page import report as write
 
     page, pictures, missing = write(run, output, evaluation, bench)
     for sentence in missing:
@@ -764,8 +786,8 @@ def _recipe_file(path_or_name: str) -> Path:
 
 def _pairs(flag: str, items: list[str] | None) -> dict[str, Any]:
     """``["a=1", "b=[0, 2]"]`` as a mapping; values are read as YAML; 1e-2, which YAML takes for text, is a number."""
-    from distill.plain_yaml import parse_yaml
     from patches.errors import RetrofitError
+    from retrofit.plain_yaml import parse_yaml
 
     pairs: dict[str, Any] = {}
     for item in items or []:

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from distill.recipe import Recipe
-from distill.settings import settings
+from retrofit.settings import settings
 
 # transformers renames the switch: the old name warns where the new one exists
 _NEW = "activation_checkpointing" in {argument.name for argument in fields(TrainingArguments)}

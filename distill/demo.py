@@ -30,7 +30,7 @@ from patches.errors import RetrofitError
 from patches.kinds import KINDS, find_kind
 from retrofit.baselines import equal_memory_window, window_only
 from retrofit.costs.held import row_bytes
-from retrofit.evaluate import evaluate, gap_closed
+from retrofit.evaluation.scores import evaluate, gap_closed
 from retrofit.export import export_model
 from retrofit.files import check_output, write_folder
 from retrofit.table import print_table, write_rows

@@ -11,7 +11,7 @@ from torch import Tensor
 from distill.attention_outputs import attention_outputs, check_comparable, squared_errors
 from distill.lora import lora_off
 from distill.loss import chunked_ce, chunked_kl, scored_positions
-from retrofit.evaluate import hidden_states
+from retrofit.evaluation.scores import hidden_states
 from retrofit.head import gathered
 
 Batch = dict[str, Tensor]

@@ -1,13 +1,13 @@
 """A recipe: everything one run needs, in one flat YAML file. Imports no torch: the command line reads recipes."""
 
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from distill.plain_yaml import parse_yaml
-from distill.settings import setting, settings
 from patches.errors import RetrofitError, nearest
+from retrofit.plain_yaml import parse_yaml
+from retrofit.settings import setting, settings
+from retrofit.siblings import HERE
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,12 @@ class Recipe:
             )
 
     @classmethod
-    def from_dict(cls, data: Any, where: str = "recipe") -> "Recipe":
+    def from_dict(cls, data: dict[str, Any], where: str = "recipe") -> "Recipe":
         """Build a recipe from the mapping a YAML file holds; ``where`` names the file in errors.
 
         Raises:
-            RetrofitError: not a mapping, an unknown key (with the nearest one), or as the class itself.
+            RetrofitError: an unknown key (with the nearest one), or as the class itself.
         """
-        if not isinstance(data, dict):
-            raise RetrofitError(f"{where}: a recipe is a mapping of keys to values, this is a {type(data).__name__}")
         known = list(settings(cls))
         for key in data:
             if key not in known:
@@ -170,11 +168,11 @@ def load_recipe(path_or_name: str | Path) -> Recipe:
     return Recipe.from_dict(read_recipe(path_or_name), where=str(path_or_name))
 
 
-def read_recipe(path_or_name: str | Path) -> Any:
+def read_recipe(path_or_name: str | Path) -> dict[str, Any]:
     """What a recipe's YAML holds, unchecked: the command line lays its flags over it before :meth:`Recipe.from_dict`.
 
     Raises:
-        RetrofitError: neither a file nor a shipped name, or not valid YAML.
+        RetrofitError: neither a file nor a shipped name, not valid YAML, or not a mapping.
     """
     path = Path(path_or_name)
     if not path.is_file():
@@ -189,9 +187,15 @@ def read_recipe(path_or_name: str | Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise RetrofitError(f"{path_or_name}: not a YAML file: {error}") from error
-    return parse_yaml(text, str(path_or_name)) or {}
+    found = parse_yaml(text, str(path_or_name))
+    if found is not None and not isinstance(found, dict):
+        raise RetrofitError(
+            f"{path_or_name}: a recipe is a mapping of keys to values, this is a {type(found).__name__}: write each "
+            "setting as key: value"
+        )
+    return found or {}
 
 
 def shipped_recipes() -> dict[str, Path]:
     """``{name: path}`` of the recipes that come with the package."""
-    return {path.stem: path for path in sorted(Path(str(files("recipes"))).glob("*.yaml"))}
+    return {path.stem: path for path in sorted((HERE / "recipes").glob("*.yaml"))}

@@ -12,7 +12,7 @@ from distill.recipe import Recipe
 from distill.zero import window_only
 from retrofit.baselines import equal_memory_window
 from retrofit.costs.held import row_bytes, state_bytes
-from retrofit.evaluate import Scores, evaluate, gap_closed
+from retrofit.evaluation.scores import Scores, evaluate, gap_closed
 
 COLUMNS = {
     "name": ("", ""),

@@ -29,7 +29,6 @@ from distill.progress import ProgressCallback, RunLog, progress_bar, seconds
 from distill.recipe import Recipe, read_recipe
 from distill.reporting import reporters
 from distill.results import COLUMNS, card_details, compare, title
-from distill.settings import settings
 from distill.start import build_model
 from distill.stopping import StopOnSignal
 from distill.trainer import DRAFT, DistillTrainer
@@ -42,6 +41,7 @@ from retrofit.files import check_output, no_empty_folders, write_folder, write_j
 from retrofit.fingerprint import difference
 from retrofit.head import gathered
 from retrofit.loading import load_config, load_tokenizer
+from retrofit.settings import settings
 from retrofit.table import finite, print_table
 
 RECIPE_FILE = "recipe.yaml"

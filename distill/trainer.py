@@ -25,7 +25,7 @@ from distill.windows import check_draws, draw_window
 from distill.zero import is_partitioned, keep_base_out, partition, window_only
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
-from retrofit.evaluate import gap_closed
+from retrofit.evaluation.scores import gap_closed
 from retrofit.families import is_retrofit
 from retrofit.fingerprint import fingerprint
 from retrofit.head import gathered

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from patches.errors import RetrofitError, nearest
 from patches.kinds import build_memory
 from retrofit import baselines
 from retrofit.adapter import load_adapter
+from retrofit.siblings import HERE
 
 OLDEST = "0.19.8"  # before it ZeRO-3 fails on frozen weights under gradient checkpointing (DeepSpeed pull request 8148)
 SHIPPED = ("zero2", "zero3")
@@ -33,7 +33,7 @@ def find_config(name: str | None) -> Path | None:
         return None
     path = Path(name).expanduser()
     if name in SHIPPED:
-        path = Path(str(files("recipes"))) / f"deepspeed-{name}.json"
+        path = HERE / "recipes" / f"deepspeed-{name}.json"
     elif not path.is_file():
         hint = nearest(name, SHIPPED)
         raise RetrofitError(f"deepspeed: there is no file {name}{hint}: give zero2, zero3 or a DeepSpeed JSON file")

@@ -24,7 +24,7 @@ from patches.kinds import find_kind
 from retrofit.bench.machine import peak_bytes
 from retrofit.bench.models import RandomModels, prompt
 from retrofit.bench.timing import interleaved, mib, ratios, spread
-from retrofit.evaluate import hidden_states
+from retrofit.evaluation.scores import hidden_states
 
 ONE, TWO, PARTS = "step", "two-model step", "parts, summed"
 TEACHER, STUDENT, LOSS, BACKWARD = "teacher forward", "student forward", "loss", "backward"

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from patches.errors import RetrofitError, nearest
-from retrofit.evaluate import score_hidden
+from retrofit.evaluation.scores import score_hidden
 from retrofit.patching import patch
 
 SIZES = (64, 128, 256, 512, 1024, 2048)

@@ -19,7 +19,7 @@ from distill.data import load_rows
 from distill.objective import Objective
 from distill.rows import PackedRows
 from patches.errors import RetrofitError
-from retrofit.evaluate import evaluate
+from retrofit.evaluation.scores import evaluate
 
 Model = Any
 

@@ -1,6 +1,5 @@
 """Evaluation: scores equal those of whole logits, one teacher pass serves all, the window that costs as much."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import retrofit
 from patches.errors import RetrofitError
 from retrofit.baselines import equal_memory_window, window_only
 from retrofit.costs.held import row_bytes
-from retrofit.evaluate import evaluate, gap_closed
+from retrofit.evaluation.scores import evaluate, gap_closed
 
 W, S = 6, 2
 START = W + S
@@ -37,8 +36,9 @@ def sequences() -> Tensor:
 
 
 def test_scores_are_those_of_the_whole_logits(model: Any, sequences: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["retrofit.evaluate"]  # retrofit.evaluate is the function
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 101 * 7)  # chunks that fit neither rows nor batches
+    monkeypatch.setattr(
+        "retrofit.evaluation.scores.CHUNK_ELEMENTS", 101 * 7
+    )  # chunks that fit neither rows nor batches
     scores = evaluate({"bare": window_only(model), "memory": model}, sequences, start=START, batch_size=2)
     assert list(scores) == ["teacher", "bare", "memory"]
     with torch.no_grad():

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from patches.errors import RetrofitError
-
-from .head import chunks, gathered, kl, log_probs
+from retrofit.head import chunks, gathered, kl, log_probs
 
 # logits held at once per model, in elements: 64 MiB of fp32
 CHUNK_ELEMENTS = 2**24

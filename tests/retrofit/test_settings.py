@@ -7,8 +7,8 @@ import pytest
 
 from distill.arguments import DistillArguments
 from distill.recipe import Recipe
-from distill.settings import markdown, settings
 from patches.errors import RetrofitError
+from retrofit.settings import markdown, settings
 
 KEYS = settings(Recipe)
 

@@ -11,8 +11,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from distill.plain_yaml import parse_yaml
 from patches.errors import RetrofitError, nearest
+from retrofit.plain_yaml import parse_yaml
 
 LARGEST = 2**31 - 1  # of a whole number without a limit of its own: counters and tensors take no more everywhere
 WORDS: dict[type, str] = {

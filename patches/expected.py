@@ -28,6 +28,7 @@ from .step import Evicted, Step
 
 BLOCK = 128  # evicted tokens that are sorted into the rows together
 LEAST = 1e-6  # below this a spread or a length is taken for it
+STEPS = 1024  # scores are rounded to this part of 1, so that a word has the same score wherever the first layer meets it
 
 Rows = dict[str, Tensor]
 
@@ -166,7 +167,8 @@ class ExpectedAttention(WindowOnly):
         """
         level = self.level.to(k.dtype).unflatten(0, (self.kv_heads, -1)).unsqueeze(-1)
         length = v.to(k.dtype).norm(dim=-1).clamp_min(LEAST)
-        return (self._expected(k, step) - level).logsumexp(2) + length.log()
+        score = (self._expected(k, step) - level).logsumexp(2) + length.log()
+        return (score * STEPS).round() / STEPS
 
     def _expected(self, k: Tensor, step: Step) -> Tensor:
         """Log of the weight that each query head is expected to give keys before their rotation ``(B, H_kv, G, n)``."""

@@ -24,7 +24,7 @@ class Recipe:
         None,
         "What to learn from: a text, JSONL or Parquet file, a folder saved by datasets, or a dataset id of the Hub.",
     )
-    output: str | None = setting(None, "Folder that the run writes.")
+    output: str | None = setting(None, "Folder that the run writes.", short=("-o",), metavar="DIR")
     dtype: str = setting(
         "auto", "Dtype of the base; auto takes the checkpoint's own.", choices=("auto", "float32", "bfloat16")
     )
@@ -113,16 +113,17 @@ class Recipe:
         for name, key in settings(Recipe).items():
             object.__setattr__(self, name, key.check(getattr(self, name)))
         if taken := set(self.options) & (settings(Recipe).keys() | {"model_kwargs"}):
-            raise RetrofitError(f"options: {min(taken)!r} is not an option of a memory: give it as a key of its own")
+            raise RetrofitError(f"options: {min(taken)!r} is not an option of a memory: make it a key of the recipe")
         if self.data_format != "text" and self.min_length >= self.seq_len:
             raise RetrofitError(
-                f"min_length: {self.min_length} leaves nothing of conversations cut to seq_len {self.seq_len}"
+                f"min_length: {self.min_length} would leave out every conversation, because seq_len cuts them to "
+                f"{self.seq_len} tokens"
             )
         # with window_sampling too: held-out rows are scored at the window that is saved
         if self.seq_len < self.window + self.sinks + 2:
             raise RetrofitError(
                 f"seq_len: {self.seq_len} tokens never leave a window of {self.window} and {self.sinks} sinks, so "
-                f"there is nothing to learn: take {self.window + self.sinks + 2} or more, or a smaller window"
+                f"there is nothing to learn: set {self.window + self.sinks + 2} or more, or set a smaller window"
             )
 
     @classmethod
@@ -151,7 +152,7 @@ class Recipe:
         """
         for name in ("base", "data", "output"):
             if getattr(self, name) is None:
-                raise RetrofitError(f"the recipe leaves {name!r} open: give it there, or with a flag")
+                raise RetrofitError(f"the recipe has no {name!r}: set it in the recipe or with --{name}")
         return str(self.base), str(self.data), Path(str(self.output))
 
     def to_dict(self) -> dict[str, Any]:

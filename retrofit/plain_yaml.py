@@ -1,4 +1,4 @@
-"""YAML from anybody: plain values only, nothing in it that grows when it is read or that runs."""
+"""YAML from untrusted files: plain values only, nothing that grows when it is read or that runs code."""
 
 import re
 from collections.abc import Hashable
@@ -19,7 +19,7 @@ def parse_yaml(text: str, where: str) -> Any:
             sentence.
     """
     if len(text) > MOST:
-        raise RetrofitError(f"{where}: {len(text):,} characters are too many: at most {MOST:,} are read")
+        raise RetrofitError(f"{where}: {len(text):,} characters are too many: the limit is {MOST:,}")
     try:
         return yaml.load(text, _Loader)
     except Exception as error:  # what a value is tagged or looks like decides where yaml fails at it
@@ -36,7 +36,8 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             alias = self.peek_event()
             raise yaml.composer.ComposerError(
-                problem=f"the alias *{alias.anchor} is not read: write its value out", problem_mark=alias.start_mark
+                problem=f"aliases such as *{alias.anchor} are not supported: write the value out",
+                problem_mark=alias.start_mark,
             )
         return super().compose_node(parent, index)
 

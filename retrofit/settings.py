@@ -7,11 +7,11 @@ reads this before it knows what to do.
 import json
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError, one_of
 from retrofit.plain_yaml import parse_yaml
 
 LARGEST = 2**31 - 1  # of a whole number without a limit of its own: counters and tensors take no more everywhere
@@ -30,8 +30,8 @@ class Setting:
     """One key.
 
     Attributes:
-        name: the key; its flag is ``--name`` with dashes.
-        kind: bool, int, float, str, list (of whole numbers) or dict (with text as keys).
+        name: the key.
+        kind: bool, int, float, str, list (of whole numbers), dict (with text as keys) or tuple (of ``item``).
         optional: whether it may be null, which is then the default.
         default: the value of a recipe that does not have the key.
         help: a sentence for ``--help`` and the docs.
@@ -39,6 +39,10 @@ class Setting:
         least, most: limits that are allowed themselves.
         above, below: limits that are not.
         argument: what the trainer's arguments call it, if they have it.
+        flag: on the command line, where it is not ``--name`` with dashes; a tuple's is repeated for more values.
+        short: its one-letter forms.
+        metavar: what stands for the value in ``--help``.
+        item: the type of a tuple's values.
     """
 
     name: str
@@ -52,6 +56,10 @@ class Setting:
     above: float | None = None
     below: float | None = None
     argument: str | None = None
+    flag: str = ""
+    short: tuple[str, ...] = ()
+    metavar: str | None = None
+    item: type = str
 
     def check(self, value: Any) -> Any:
         """``value``, a whole number as a float where one is wanted.
@@ -61,6 +69,9 @@ class Setting:
         """
         if value is None and self.optional:
             return None
+        if self.kind is tuple and isinstance(value, list | tuple):
+            one = replace(self, kind=self.item, optional=False)
+            return tuple(one.check(part) for part in value)
         if self.kind is float and type(value) is int:
             value = float(value) if abs(value) < 2**63 else math.inf
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
@@ -68,9 +79,8 @@ class Setting:
             fits = fits and all(type(part) is {list: int, dict: str}[self.kind] for part in value)
         if not fits:
             raise RetrofitError(f"{self.name}: {value!r} is not {WORDS[self.kind]}")
-        if self.choices and value not in self.choices:
-            said = ", ".join(self.choices)
-            raise RetrofitError(f"{self.name}: {value!r} is not one of {said}{nearest(value, self.choices)}")
+        if self.choices:
+            one_of(self.name, value, *self.choices)
         if self.kind in (int, float) and not self._within(value):
             raise RetrofitError(f"{self.name}: {value} is out of range, it must be {self.range}")
         if type(value) is int and self.most is None and abs(value) > LARGEST:
@@ -88,9 +98,17 @@ class Setting:
         return self.check(parse_yaml(text, self.name))
 
     @property
+    def described(self) -> str:
+        """The help of its flag, with the range and the default."""
+        default = ", ".join(map(str, self.default)) if self.kind is tuple else self.default
+        notes = [self.range] if self.range not in ("", "finite") else []
+        notes += [f"default: {default}"] if default != "" and type(default) in (int, float, str) else []
+        return f"{self.help} [{'; '.join(notes)}]" if notes else self.help
+
+    @property
     def range(self) -> str:
         """The numbers it may be, in words; empty where it is no number."""
-        if self.kind not in (int, float):
+        if self.kind not in (int, float) and not (self.kind is tuple and self.item in (int, float)):
             return ""
         low = f"{self.least} or more" if self.least is not None else ""
         low = f"more than {self.above}" if self.above is not None else low
@@ -115,15 +133,17 @@ def setting(default: Any | Callable[[], Any], help: str, **limits: Any) -> Any:
 
 
 def settings(of: Any) -> dict[str, Setting]:
-    """The keys of a dataclass whose fields are all made by :func:`setting`, in order."""
+    """The keys of a dataclass, in order: those of its fields that are made by :func:`setting`."""
     found = {}
     hints = get_type_hints(of)
-    for one in fields(of):
-        (kind, *null) = sorted(get_args(hints[one.name]) or (hints[one.name],), key=lambda part: part is NoneType)
-        if get_origin(hints[one.name]) in (dict, list):
-            kind, null = hints[one.name], []
+    for one in (one for one in fields(of) if "help" in one.metadata):
+        hint = hints[one.name]
+        (kind, *null) = sorted(get_args(hint) or (hint,), key=lambda part: part is NoneType)
+        if get_origin(hint) in (dict, list, tuple):
+            kind, null = hint, []
+        item = {"item": get_args(hint)[0]} if get_origin(hint) is tuple else {}
         default = one.default if one.default_factory is MISSING else one.default_factory()
-        found[one.name] = Setting(one.name, get_origin(kind) or kind, bool(null), default, **one.metadata)
+        found[one.name] = Setting(one.name, get_origin(kind) or kind, bool(null), default, **item, **one.metadata)
     return found
 
 

@@ -306,7 +306,7 @@ def test_ctrl_c_ends_in_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("distill.recipe.shipped_recipes", interrupt)
+    monkeypatch.setattr("distill.command.shipped_recipes", interrupt)
     result = run("recipes", "ls")
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 
@@ -315,7 +315,7 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) 
     def broken() -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr("distill.recipe.shipped_recipes", broken)
+    monkeypatch.setattr("distill.command.shipped_recipes", broken)
     assert repr(run("recipes", "ls").exception) == "ValueError('a bug')"
 
 

@@ -18,9 +18,9 @@ import retrofit
 from distill.arguments import DistillArguments
 from distill.loss import chunked_kl
 from distill.objective import teacher_states
+from distill.preflight import find_trainable
 from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
-from patches.kinds import find_kind
 from retrofit.bench.machine import peak_bytes
 from retrofit.bench.models import RandomModels, prompt
 from retrofit.bench.timing import interleaved, mib, ratios, spread
@@ -52,9 +52,11 @@ class Case(RandomModels):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.window + self.sinks + 1 < self.length:
-            raise RetrofitError(f"rows of {self.length} tokens: nothing is scored below {self.window + self.sinks + 2}")
-        if not find_kind(self.memory).trainable:
-            raise RetrofitError(f"memory {self.memory!r} has nothing to fit: measure one that has")
+            raise RetrofitError(
+                f"rows of {self.length} tokens have no position past the window: take {self.window + self.sinks + 2} "
+                "tokens or more"
+            )
+        find_trainable(self.memory)
         if self.device not in ("cpu", "cuda", "cuda:0"):
             raise RetrofitError(
                 f"device={self.device!r}: the trainer takes the first GPU; choose it by CUDA_VISIBLE_DEVICES"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, one_of
 from retrofit.costs.estimate import DTYPES
 
 STATUS = Path("/proc/self/status")
@@ -36,8 +36,7 @@ class Where:
             raise RetrofitError(
                 f"device={self.device!r}: torch sees {torch.cuda.device_count()} CUDA devices; use another, or cpu"
             )
-        if self.dtype not in DTYPES:
-            raise RetrofitError(f"dtype={self.dtype!r} is not known: use {', '.join(DTYPES)}")
+        one_of("dtype", self.dtype, *DTYPES)
 
     def place(self) -> torch.device:
         """The device, made torch's current one: clocks and memory counters read that."""
@@ -71,7 +70,7 @@ def peak_bytes(device: torch.device, prepare: Callable[..., Callable[[], object]
         if not PEAK_RESET.exists():
             return None
         context = get_context("forkserver")
-        context.set_forkserver_preload(["retrofit"])
+        context.set_forkserver_preload(["retrofit.patching"])
         with ProcessPoolExecutor(1, mp_context=context) as pool:
             return pool.submit(_peak_of_this_process, prepare, arguments).result()
     except BrokenProcessPool as error:  # the system ends the process that asks for too much

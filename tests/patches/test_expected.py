@@ -14,7 +14,7 @@ from patches.expected import ExpectedAttention
 from patches.padding import Starts
 from patches.quantised import quantise, restore
 from patches.rotary import rotate
-from retrofit.calibrate import calibrate
+from retrofit.calibration import calibrate
 from tests.conftest import tiny_base
 from tests.helpers import feed, left_mask, logits, tokens
 from tests.patches.steps import make_step, rotary

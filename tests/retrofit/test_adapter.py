@@ -176,7 +176,7 @@ def test_a_configuration_that_is_garbage(saved: Path, make_base: MakeBase, text:
         ({"memory__sinks": -1}, "0 or more"),
         ({"memory__layers": 5}, "list of layer indices"),
         ({"memory__layers": [5]}, "not a layer of this base"),
-        ({"memory__others": {}}, "use 'full' or 'window'"),
+        ({"memory__others": {}}, "one of full, window"),
         ({"memory__options": 3}, "a mapping as its options"),
         ({"memory__options": {"window": 3}}, "no option 'window'"),
         ({"memory__options": {"base": 3}}, "no option 'base'"),

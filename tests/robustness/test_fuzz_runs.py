@@ -17,22 +17,22 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 from typer import BadParameter
 
 import retrofit
-from cli import _pairs
-from distill import same_run
-from distill.chat import ChatTokenizer
+from distill import resume
 from distill.checkpoint import damage, write_checksums
-from distill.data import load_rows
+from distill.data.chat import ChatTokenizer
+from distill.data.sources import open_source
+from distill.data.split import load_rows
+from distill.data.tokens import TokenRows, find_column
 from distill.lora import add_lora, load_lora, save_lora
+from distill.parallel.zero import find_config
 from distill.recipe import load_recipe, shipped_recipes
-from distill.sources import open_source
-from distill.tokens import TokenRows, find_column
-from distill.zero import find_config
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.evaluation.benchmarks import load_benchmark
 from retrofit.evaluation.perplexity import read_sequences
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.files import write_json
+from retrofit.options import pairs
 from tests.helpers import ROOT
 from tests.robustness.inputs import BYTES, JUNK, damaged, documents, put, refusal, safetensors, share
 
@@ -125,7 +125,7 @@ def test_values_of_flags(text: str) -> None:
 
     def read() -> None:
         try:
-            _pairs("--set", [f"window={text}"])
+            pairs("--set", [f"window={text}"])
         except BadParameter as error:
             raise RetrofitError(error.message) from None
 
@@ -244,14 +244,14 @@ def test_results_of_an_evaluation(tmp_path: Path) -> None:
 
 def test_what_a_run_began_with(tmp_path: Path) -> None:
     found = {"processes": 1, "train": {"rows": 2, "sha256": "ab"}, "held_out": {"rows": 1, "sha256": "cd"}}
-    same_run.write(tmp_path, found)
-    original = (tmp_path / same_run.FILE).read_bytes()
+    (tmp_path / resume.DATA_FILE).write_text(json.dumps(found))
+    original = (tmp_path / resume.DATA_FILE).read_bytes()
 
     @share(0.05)
     @given(st.one_of(documents(found), damaged(original)))
     def check(content: Any) -> None:
-        put(tmp_path / same_run.FILE, content)
-        refusal("run.json", lambda: same_run.check(tmp_path, found))
+        put(tmp_path / resume.DATA_FILE, content)
+        refusal("run.json", lambda: resume.check_same_data(tmp_path, found))
 
     check()
 
@@ -263,9 +263,9 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"a": torch.ones(2)}, folder / name)
     save_file({"a": torch.ones(2)}, folder / "adapter_model.safetensors")
-    write_checksums(folder)
     state = folder / "trainer_state.json"
     TrainerState(global_step=4, max_steps=8, log_history=[{"loss": 1.0, "step": 1}]).save_to_json(str(state))
+    write_checksums(folder)
     original = state.read_bytes()
     assert not damage(folder)
 

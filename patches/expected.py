@@ -28,7 +28,9 @@ from .step import Evicted, Step
 
 BLOCK = 128  # evicted tokens that are sorted into the rows together
 LEAST = 1e-6  # below this a spread or a length is taken for it
-STEPS = 1024  # scores are rounded to this part of 1, so that a word has the same score wherever the first layer meets it
+STEPS = (
+    1024  # scores are rounded to this part of 1, so that a word has the same score wherever the first layer meets it
+)
 
 Rows = dict[str, Tensor]
 
@@ -66,11 +68,17 @@ class ExpectedAttention(WindowOnly):
     joins_window = True
     calibrates = True
     Options = ExpectedOptions
+    key_mean: Tensor  # of kept keys and values in few bits: of each channel (H_kv, D)
+    key_spread: Tensor
+    value_mean: Tensor
+    value_spread: Tensor
 
     def __init__(self, config: Any, window: int, sinks: int, options: ExpectedOptions):
         super().__init__(config, window, sinks, options)
         if options.bits == 4 and self.head_dim % 2:
-            raise RetrofitError(f"bits=4 packs two numbers to a byte, and this base has heads of {self.head_dim}: use 8")
+            raise RetrofitError(
+                f"bits=4 packs two numbers to a byte, but heads of this base have {self.head_dim}: use 8"
+            )
         heads, kv_heads, dim = self.heads, self.kv_heads, self.head_dim
         self.query_mean = nn.Parameter(torch.empty(heads, dim), requires_grad=False)  # m
         self.query_spread = nn.Parameter(torch.empty(heads, dim, dim), requires_grad=False)  # C = A A^T
@@ -257,4 +265,3 @@ class ExpectedAttention(WindowOnly):
         out, lse = (x.unflatten(0, alive.shape[:2]).flatten(1, 2).transpose(1, 2) for x in (out, lse))  # (B, m, H, ..)
         share = (lse - step.lse[:, queries].to(lse.dtype)).sigmoid().unsqueeze(-1)
         return local + (share * (out.to(share.dtype) - local)).to(local.dtype)
-

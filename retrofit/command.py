@@ -30,7 +30,10 @@ def patch(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Export BASE with an untrained memory: a custom architecture with the weights and the tokenizer of BASE."""
+    """Export BASE with an untrained memory.
+
+    The export is a custom architecture with the weights and the tokenizer of BASE.
+    """
     options = pairs("--option", option, taken=("base", "memory", "window", "sinks", "model_kwargs"))
     from patches.kinds import find_kind
 
@@ -65,7 +68,7 @@ def convert(
     sinks: Sinks = 128,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the AHN weights published for BASE as an adapter.
+    """Turn the AHN weights published for BASE into an adapter.
 
     By default, W and S are those of AHN's evaluation beyond 32k tokens.
     """
@@ -91,9 +94,9 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 takes the most likely token.")] = 0,
     seed: Seed = 0,
 ) -> None:
-    """Continue a prompt, or chat, with an exported model or with a base and an adapter.
+    """Continue a prompt, or chat.
 
-    The text is printed as it is generated.
+    MODEL is an exported model, or a base to which --adapter gives a memory. The text is printed as it is generated.
     """
     if prompt is None and not chat:
         raise typer.BadParameter("give --prompt TEXT to continue a text, or --chat to talk")
@@ -128,18 +131,18 @@ def push(
     ] = None,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
 ) -> None:
-    """Upload an adapter or an exported model to the Hub, with its card.
+    """Upload an adapter or an exported model to the Hub.
 
-    The token is the one of `hf auth login` or HF_TOKEN.
+    Its card goes with it. The token is the one of `hf auth login` or HF_TOKEN.
     """
     typer.echo(retrofit.push_folder(path, repo_id, private=private or None, revision=revision, message=message))
 
 
 @app.verb("retrofit doctor", "retrofit doctor --json findings.json")
 def doctor(json_file: Json = None) -> None:
-    """Check what is installed, whether it works together, and which kernel runs each memory.
+    """Check what is installed and whether it works together.
 
-    Ends with status 1 if something is broken.
+    It also shows which kernel runs each memory. Ends with status 1 if something is broken.
     """
     try:
         from retrofit.doctor import BAD, COLUMNS, examine, rows

@@ -147,9 +147,10 @@ def test_every_reason_for_not_running_is_needed() -> None:
 def _verb(words: list[str]) -> tuple[Any, list[str]]:
     """The command that words name, and what comes after the name."""
     command: Any = typer.main.get_command(app)
-    while hasattr(command, "commands") and words and not words[0].startswith("-"):
-        assert words[0] in command.commands, words
-        command, words = command.commands[words[0]], words[1:]
+    while hasattr(command, "get_command") and words and not words[0].startswith("-"):
+        found = command.get_command(None, words[0])
+        assert found, words
+        command, words = found, words[1:]
     return command, words
 
 

@@ -22,7 +22,7 @@ from .lse import attention_lse
 from .memory import Joined
 from .on_window import WindowOnly
 from .options import Options, whole_number
-from .quantised import BITS, quantise, restore
+from .quantised import BITS, Channels, quantise, restore
 from .rotary import rotate, unrotate
 from .step import Evicted, Step
 
@@ -114,7 +114,7 @@ class ExpectedAttention(WindowOnly):
             return 0
         return self.kv_heads * self.rows * self._row_bytes(dtype)
 
-    def state_elements(self) -> int:
+    def state_elements(self, tokens: int | None = None) -> int:
         return self.kv_heads * self.rows * (2 * self.head_dim + 1 + (self.options.bits < 16) * 3)
 
     def seen_beyond(self, t: Tensor) -> Tensor:
@@ -222,9 +222,9 @@ class ExpectedAttention(WindowOnly):
         """Evicted tokens in the form in which they are kept, every tensor ``(B, H_kv, count, ...)``."""
         if self.options.bits == 16:
             return {"k": k, "v": v, "score": score}
-        how = [x.to(plain.dtype) for x in (self.key_mean, self.key_spread, self.value_mean, self.value_spread)]
-        keys, key_scale = quantise(plain, *how[:2], self.options.bits)
-        values, value_scale = quantise(v.to(plain.dtype), *how[2:], self.options.bits)
+        of_keys, of_values = self._channels(plain.dtype)
+        keys, key_scale = quantise(plain, of_keys, self.options.bits)
+        values, value_scale = quantise(v.to(plain.dtype), of_values, self.options.bits)
         position = (step.now.slots(gone.start, gone.count) + step.now.offset[:, None]).to(torch.int32)
         position = position[:, None].expand(*score.shape)
         return {
@@ -236,6 +236,11 @@ class ExpectedAttention(WindowOnly):
             "score": score,
         }
 
+    def _channels(self, dtype: torch.dtype) -> tuple[Channels, Channels]:
+        """What the channels of keys before their rotation and of values are like."""
+        keys = Channels(self.key_mean.to(dtype), self.key_spread.to(dtype))
+        return keys, Channels(self.value_mean.to(dtype), self.value_spread.to(dtype))
+
     def _none(self, name: str, like: Tensor) -> Tensor:
         """Rows that hold no token, like new ones ``(B, H_kv, count, ...)``."""
         empty = like.new_zeros(*like.shape[:2], self.rows, *like.shape[3:])
@@ -246,9 +251,9 @@ class ExpectedAttention(WindowOnly):
         if self.options.bits == 16:
             return rows["k"], rows["v"]
         dtype = wide(step.k.dtype)
-        how = [x.to(dtype) for x in (self.key_mean, self.key_spread, self.value_mean, self.value_spread)]
-        k = restore(rows["k"], rows["k_scale"], *how[:2], self.options.bits)
-        v = restore(rows["v"], rows["v_scale"], *how[2:], self.options.bits)
+        of_keys, of_values = self._channels(dtype)
+        k = restore(rows["k"], rows["k_scale"], of_keys, self.options.bits)
+        v = restore(rows["v"], rows["v_scale"], of_values, self.options.bits)
         cos, sin = step.now.turn(rows["position"].flatten(0, 1).long())  # (B H_kv, C, D)
         k = rotate(k.flatten(0, 1).unsqueeze(1), cos.to(dtype), sin.to(dtype)).squeeze(1).unflatten(0, k.shape[:2])
         return k.to(step.k.dtype), v.to(step.v.dtype)

@@ -12,7 +12,7 @@ from patches.chosen import EMPTY, choose
 from patches.errors import RetrofitError
 from patches.expected import ExpectedAttention
 from patches.padding import Starts
-from patches.quantised import quantise, restore
+from patches.quantised import Channels, quantise, restore
 from patches.rotary import rotate
 from retrofit.calibration import calibrate
 from tests.conftest import tiny_base
@@ -123,10 +123,10 @@ def test_attention_is_one_softmax_over_sinks_window_and_the_chosen(pads: list[in
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounded_rows_are_near_and_packed(bits: int) -> None:
     x = torch.randn(2, 3, 9, 16) * 3 + 1
-    mean, spread = torch.ones(3, 16), torch.full((3, 16), 3.0)
-    codes, scale = quantise(x, mean, spread, bits)
+    channels = Channels(torch.ones(3, 16), torch.full((3, 16), 3.0))
+    codes, scale = quantise(x, channels, bits)
     assert codes.shape == (2, 3, 9, 16 * bits // 8)
-    error = (restore(codes, scale, mean, spread, bits) - x).abs() / spread.unsqueeze(-2)
+    error = (restore(codes, scale, channels, bits) - x).abs() / 3
     assert (error <= 0.51 * scale.float()).all()  # half a level, and float16's rounding of the scale
     assert error.max() > 0
 

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from distill.recipe import Recipe
-from distill.settings import settings
+from retrofit.settings import settings
 
 # transformers renames the switch: the old name warns where the new one exists
 _NEW = "activation_checkpointing" in {argument.name for argument in fields(TrainingArguments)}
@@ -39,6 +39,8 @@ class DistillArguments(TrainingArguments):
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN and Inf losses in the log."})
     # our loss gives every parameter a gradient at every step: no search through the graph for those it left out
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "As in transformers."})
+    metric_for_best_model: str | None = field(default=None, metadata={"help": "As in transformers; kl by default."})
+    greater_is_better: bool | None = field(default=None, metadata={"help": "As in transformers; by the metric's name."})
 
     loss: str = as_in_recipes("loss")
     mse_weight: float = as_in_recipes("mse_weight")
@@ -52,4 +54,10 @@ class DistillArguments(TrainingArguments):
         if self.data_seed is None:
             # the order of the rows would otherwise hang on the process's random state, which a resumed run has not
             self.data_seed = self.seed
+        # transformers would look for eval_loss, which we do not log, and take the largest KL for the best
+        chooses = self.load_best_model_at_end or self.save_strategy == "best"
+        if chooses or self.lr_scheduler_type == "reduce_lr_on_plateau":
+            self.metric_for_best_model = self.metric_for_best_model or "kl"
+        if self.metric_for_best_model and self.greater_is_better is None:
+            self.greater_is_better = self.metric_for_best_model.endswith("gap_closed")
         super().__post_init__()

@@ -7,16 +7,14 @@ folder of its own, named in ``latest``; the schedule and the processes' random s
 import hashlib
 import json
 import shutil
-import zipfile
 from pathlib import Path
 
 from transformers import TrainerState
 
-from distill.lora import FOLDER as LORA
 from retrofit.adapter import WEIGHTS
 from retrofit.files import write_json
 
-STATE, OPTIMIZER, SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
+STATE, OPTIMIZER = "trainer_state.json", "optimizer.pt"
 ENGINE = "latest"  # DeepSpeed's pointer to its folder
 CHECKSUMS = "checksums.json"
 
@@ -33,47 +31,34 @@ def step_of(checkpoint: Path) -> int:
 
 
 def write_checksums(checkpoint: Path) -> None:
-    """SHA-256 of the safetensors files, which hold no checksum of their own; torch's archives do."""
-    files = {str(file.relative_to(checkpoint)): _sha256(file) for file in sorted(checkpoint.rglob(WEIGHTS))}
-    write_json(checkpoint / CHECKSUMS, files)
+    """SHA-256 of every file in it."""
+    files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
+    write_json(checkpoint / CHECKSUMS, {str(file.relative_to(checkpoint)): _sha256(file) for file in files})
 
 
-def damage(checkpoint: Path, processes: int = 1, deepspeed: bool = False, lora: bool = False) -> str:
-    """What keeps a run from going on from ``checkpoint``: a file that is missing or cut short; empty if nothing does.
+def damage(checkpoint: Path) -> str:
+    """What keeps a run from going on from ``checkpoint``: a file that is missing or not as written; empty if nothing.
 
     The Trainer would go on without an optimizer's file as if nothing had been learned yet.
     """
-    random = "rng_state.pth" if processes == 1 else "rng_state_{}.pth"
-    files = [checkpoint / name for name in (STATE, CHECKSUMS, WEIGHTS, SCHEDULER)]
-    files += [checkpoint / LORA / WEIGHTS] if lora else []
-    files += [checkpoint / random.format(rank) for rank in range(processes)]
-    if deepspeed:
-        files += _engine_files(checkpoint, processes)
-    else:
-        files.append(checkpoint / OPTIMIZER)
-    for file in files:
+    try:
+        expected = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))
+        if not (STATE in expected and WEIGHTS in expected and (OPTIMIZER in expected or ENGINE in expected)):
+            raise ValueError
+    except FileNotFoundError:
+        return f"{CHECKSUMS} is missing"
+    except (OSError, ValueError, TypeError, RecursionError):
+        return f"{CHECKSUMS} is damaged"
+    for name, digest in expected.items():
         try:
-            if file.name == STATE:
-                state = TrainerState.load_from_json(str(file))
-                logged = isinstance(state.log_history, list) and all(isinstance(x, dict) for x in state.log_history)
-                if (
-                    state.global_step != step_of(checkpoint)
-                    or not logged
-                    or not isinstance(state.stateful_callbacks, dict)
-                ):
-                    raise ValueError
-            elif file.name == CHECKSUMS:
-                json.loads(file.read_text(encoding="utf-8"))
-            elif file.name == WEIGHTS:
-                expected = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))
-                if expected.get(str(file.relative_to(checkpoint))) != _sha256(file):
-                    return f"{file.name} is damaged"
-            elif zipfile.ZipFile(file).testzip():
-                return f"{file.name} is damaged"
+            if _sha256(checkpoint / name) != digest:
+                return f"{Path(name).name} is damaged"
         except FileNotFoundError:
-            return f"{file.name} is missing"
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError, zipfile.BadZipFile):
-            return f"{file.name} is damaged or cut short"
+            return f"{Path(name).name} is missing"
+        except (OSError, ValueError) as error:
+            return f"{Path(name).name} cannot be read ({error})"
+    if TrainerState.load_from_json(str(checkpoint / STATE)).global_step != step_of(checkpoint):
+        return f"{STATE} is of another step"
     return ""
 
 
@@ -82,19 +67,10 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _engine_files(checkpoint: Path, processes: int) -> list[Path]:
-    """The files DeepSpeed needs: each process's part of the optimizer, and the state of the engine."""
-    try:
-        folder = checkpoint / (checkpoint / ENGINE).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return [checkpoint / ENGINE]
-    parts = sorted(folder.glob("*_optim_states.pt"))
-    engine = sorted(folder.glob("*_model_states.pt"))
-    lacking = [folder / f"part {len(parts)} of the optimizer"] if len(parts) < processes else []
-    return [*parts, *engine, *lacking, *([] if engine else [folder / "mp_rank_00_model_states.pt"])]
-
-
-def drop_oldest(run: Path, keep: int) -> None:
-    """Delete all but the last ``keep`` checkpoints of a run."""
-    for path in checkpoints(run)[:-keep]:
+def drop_oldest(run: Path, keep: int, best: str | None = None) -> None:
+    """Delete the oldest checkpoints of a run until ``keep`` are left, but neither the last nor the ``best`` one."""
+    found = checkpoints(run)
+    kept = {found[-1].name, Path(best or found[-1]).name}
+    droppable = [path for path in found if path.name not in kept]
+    for path in droppable[: max(0, len(found) - max(keep, len(kept)))]:
         shutil.rmtree(path)

@@ -23,12 +23,12 @@ import yaml
 
 from distill.lora import add_lora
 from distill.objective import Objective
+from distill.preflight import check_recipe
 from distill.recipe import Recipe
 from distill.simulate import step_bytes
 from distill.windows import check_draws, draw_window
 from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
-from patches.kinds import find_kind
 from retrofit.bases import base_config
 from retrofit.costs.estimate import DTYPES, layer_memories
 from retrofit.costs.flops import Shape, attention_flops, distinct
@@ -53,7 +53,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe comes to. Operations and bytes of one GPU, which does the same work however many there are."""
+    """What a recipe costs, for one GPU: each does the same work however many there are."""
 
     base_parameters: int
     trained: int
@@ -86,11 +86,8 @@ def plan(recipe: Recipe) -> Plan:
             fit it.
     """
     if recipe.base is None:
-        raise RetrofitError("the recipe leaves 'base' open: give it there, or with --base")
-    kind = find_kind(recipe.memory)
-    kind.read_options(recipe.options)
-    if not kind.trainable:
-        raise RetrofitError(f"memory {recipe.memory!r} has nothing to fit: export it as it is with `retrofit patch`")
+        raise RetrofitError("the recipe has no 'base': set it in the recipe or with --base")
+    check_recipe(recipe)
     config, origin = base_config(recipe.base)
     check_base(config, recipe.window, recipe.sinks)
     own = getattr(config, "dtype", None)
@@ -169,7 +166,7 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
         f"base: {recipe.base}, {plan.base_parameters:,} parameters, frozen ({plan.origin})",
         f"trained: {plan.trained:,} parameters ({plan.trained / plan.base_parameters:.2%} of the base)",
         f"sinks and window: {drawn}; scored positions per row: {plan.scored:,.0f} at most",
-        f"TFLOP per step and GPU: {flops} (it is {chosen})",
+        f"TFLOP per step and GPU: {flops} (checkpointing is {chosen})",
         f"hours: {took:,.2f} for {recipe.steps} steps on any number of GPUs, at "
         f"{utilisation:.0%} of {peak_tflops:,.0f} TFLOP/s (989 is H100 and H200, dense bfloat16), full rows",
         "GiB: weights and optimizer by formula, activations from the step run on tensors without data, within 15 % of "

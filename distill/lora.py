@@ -1,7 +1,7 @@
 """LoRA beside the memory: peft's own layers around the base's projections, trained together with it; off by default.
 
-Two adapters come out: the memory's, as always, and one of peft's for the patched model. The teacher never has the
-second: it stays the base as it was published. Below the window the student is then no longer its base.
+Two adapters come out: the memory's, as always, and one of peft's for the patched model. The teacher never has
+the second: it stays the base as it was published. With LoRA the student no longer equals its base below the window.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def check_settings(settings: dict[str, Any]) -> None:
     for name, allowed in UNTOUCHED.items():
         if name in settings and settings[name] not in allowed:
             choices = " or ".join(map(repr, allowed))
-            raise RetrofitError(f"lora: {name} {settings[name]!r} would change the teacher too: leave it at {choices}")
+            raise RetrofitError(f"lora: {name} {settings[name]!r} would change the teacher too: set it to {choices}")
 
 
 def add_lora(model: Any, settings: dict[str, Any]) -> None:
@@ -67,10 +67,10 @@ def add_lora(model: Any, settings: dict[str, Any]) -> None:
     own = {"target_modules": PROJECTIONS, "task_type": "CAUSAL_LM", "exclude_modules": r".*\.memory(\..*)?"}
     try:
         LoraModel(model, {"default": LoraConfig(**{**own, **settings})}, "default")
-    except (TypeError, ValueError) as error:
-        raise RetrofitError(f"lora: peft does not take these settings: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # peft raises what its use of a wrong value happens to raise
+        raise RetrofitError(f"lora: peft refuses these settings: {first_line(error)}") from None
     if {model.get_input_embeddings(), model.get_output_embeddings()} & set(lora_layers(model)):
-        raise RetrofitError("lora: the embedding and the head are the teacher's too: leave them out of target_modules")
+        raise RetrofitError("lora: the teacher shares the embedding and the head: remove them from target_modules")
     for parameter in trained:  # peft freezes all but its own
         parameter.requires_grad_(True)
     for layer in lora_layers(model):

@@ -1,13 +1,13 @@
 """A recipe: everything one run needs, in one flat YAML file. Imports no torch: the command line reads recipes."""
 
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from distill.plain_yaml import parse_yaml
-from distill.settings import setting, settings
 from patches.errors import RetrofitError, nearest
+from retrofit.plain_yaml import parse_yaml
+from retrofit.settings import setting, settings
+from retrofit.siblings import HERE
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Recipe:
         None,
         "What to learn from: a text, JSONL or Parquet file, a folder saved by datasets, or a dataset id of the Hub.",
     )
-    output: str | None = setting(None, "Folder that the run writes.")
+    output: str | None = setting(None, "Folder that the run writes.", short=("-o",), metavar="DIR")
     dtype: str = setting(
         "auto", "Dtype of the base; auto takes the checkpoint's own.", choices=("auto", "float32", "bfloat16")
     )
@@ -113,27 +113,26 @@ class Recipe:
         for name, key in settings(Recipe).items():
             object.__setattr__(self, name, key.check(getattr(self, name)))
         if taken := set(self.options) & (settings(Recipe).keys() | {"model_kwargs"}):
-            raise RetrofitError(f"options: {min(taken)!r} is not an option of a memory: give it as a key of its own")
+            raise RetrofitError(f"options: {min(taken)!r} is not an option of a memory: make it a key of the recipe")
         if self.data_format != "text" and self.min_length >= self.seq_len:
             raise RetrofitError(
-                f"min_length: {self.min_length} leaves nothing of conversations cut to seq_len {self.seq_len}"
+                f"min_length: {self.min_length} would leave out every conversation, because seq_len cuts them to "
+                f"{self.seq_len} tokens"
             )
         # with window_sampling too: held-out rows are scored at the window that is saved
         if self.seq_len < self.window + self.sinks + 2:
             raise RetrofitError(
                 f"seq_len: {self.seq_len} tokens never leave a window of {self.window} and {self.sinks} sinks, so "
-                f"there is nothing to learn: take {self.window + self.sinks + 2} or more, or a smaller window"
+                f"there is nothing to learn: set {self.window + self.sinks + 2} or more, or set a smaller window"
             )
 
     @classmethod
-    def from_dict(cls, data: Any, where: str = "recipe") -> "Recipe":
+    def from_dict(cls, data: dict[str, Any], where: str = "recipe") -> "Recipe":
         """Build a recipe from the mapping a YAML file holds; ``where`` names the file in errors.
 
         Raises:
-            RetrofitError: not a mapping, an unknown key (with the nearest one), or as the class itself.
+            RetrofitError: an unknown key (with the nearest one), or as the class itself.
         """
-        if not isinstance(data, dict):
-            raise RetrofitError(f"{where}: a recipe is a mapping of keys to values, this is a {type(data).__name__}")
         known = list(settings(cls))
         for key in data:
             if key not in known:
@@ -153,7 +152,7 @@ class Recipe:
         """
         for name in ("base", "data", "output"):
             if getattr(self, name) is None:
-                raise RetrofitError(f"the recipe leaves {name!r} open: give it there, or with a flag")
+                raise RetrofitError(f"the recipe has no {name!r}: set it in the recipe or with --{name}")
         return str(self.base), str(self.data), Path(str(self.output))
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,11 +169,11 @@ def load_recipe(path_or_name: str | Path) -> Recipe:
     return Recipe.from_dict(read_recipe(path_or_name), where=str(path_or_name))
 
 
-def read_recipe(path_or_name: str | Path) -> Any:
+def read_recipe(path_or_name: str | Path) -> dict[str, Any]:
     """What a recipe's YAML holds, unchecked: the command line lays its flags over it before :meth:`Recipe.from_dict`.
 
     Raises:
-        RetrofitError: neither a file nor a shipped name, or not valid YAML.
+        RetrofitError: neither a file nor a shipped name, not valid YAML, or not a mapping.
     """
     path = Path(path_or_name)
     if not path.is_file():
@@ -189,9 +188,15 @@ def read_recipe(path_or_name: str | Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise RetrofitError(f"{path_or_name}: not a YAML file: {error}") from error
-    return parse_yaml(text, str(path_or_name)) or {}
+    found = parse_yaml(text, str(path_or_name))
+    if found is not None and not isinstance(found, dict):
+        raise RetrofitError(
+            f"{path_or_name}: a recipe is a mapping of keys to values, this is a {type(found).__name__}: write each "
+            "setting as key: value"
+        )
+    return found or {}
 
 
 def shipped_recipes() -> dict[str, Path]:
     """``{name: path}`` of the recipes that come with the package."""
-    return {path.stem: path for path in sorted(Path(str(files("recipes"))).glob("*.yaml"))}
+    return {path.stem: path for path in sorted((HERE / "recipes").glob("*.yaml"))}

@@ -1,18 +1,18 @@
-"""What a run is worth: the memory beside its teacher and beside windows without a memory, on held-out rows."""
+"""How good a run's memory is on held-out rows, compared with its teacher and with windows without a memory."""
 
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from distill.data import Split
-from distill.processes import Processes
+from distill.data.split import Split
+from distill.parallel.processes import Processes
+from distill.parallel.zero import window_only
 from distill.progress import progress_bar
 from distill.recipe import Recipe
-from distill.zero import window_only
 from retrofit.baselines import equal_memory_window
 from retrofit.costs.held import row_bytes, state_bytes
-from retrofit.evaluate import Scores, evaluate, gap_closed
+from retrofit.evaluation.scores import Scores, evaluate, gap_closed
 
 COLUMNS = {
     "name": ("", ""),
@@ -90,7 +90,7 @@ def compare(
 
 
 def _together(shares: list[Scores], count: int) -> Scores:
-    """The scores of ``count`` rows from those of each process, which had every so-manieth of them."""
+    """The scores of ``count`` rows from those of each process: process r of n scored rows r, r + n and so on."""
 
     def rows(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(parts, 1).flatten(0, 1)[:count]  # (N, P)

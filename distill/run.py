@@ -5,6 +5,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
@@ -17,36 +18,33 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 import retrofit
-from distill import same_run
 from distill.arguments import CHECKPOINTING, DistillArguments
-from distill.checkpoint import STATE, checkpoints, damage, step_of
-from distill.data import Split, load_rows
+from distill.callbacks import RunLog, ShowProgress, StopOnSignal, seconds
+from distill.checkpoint import STATE, checkpoints, step_of
+from distill.data.split import Split, check_vocabulary, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
-from distill.outcome import EXIT_STATUS
-from distill.processes import Processes, join, trainer_settings
-from distill.progress import ProgressCallback, RunLog, progress_bar, seconds
-from distill.recipe import Recipe, read_recipe
-from distill.reporting import reporters
+from distill.model import build_model
+from distill.parallel import EXIT_STATUS
+from distill.parallel.processes import Processes, join, trainer_settings
+from distill.parallel.zero import agreeing, find_config, is_partitioned, whole
+from distill.preflight import check_recipe, reporters
+from distill.progress import progress_bar
+from distill.recipe import Recipe
 from distill.results import COLUMNS, card_details, compare, title
-from distill.settings import settings
-from distill.start import build_model
-from distill.stopping import StopOnSignal
+from distill.resume import DATA_FILE, RECIPE_FILE, check_same_data, check_same_recipe, describe_data, last_whole
 from distill.trainer import DRAFT, DistillTrainer
-from distill.zero import agreeing, find_config, is_partitioned, whole
 from patches.errors import RetrofitError
-from patches.kinds import find_kind
 from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config
 from retrofit.export import export_model
 from retrofit.files import check_output, no_empty_folders, write_folder, write_json, write_text
 from retrofit.fingerprint import difference
 from retrofit.head import gathered
 from retrofit.loading import load_config, load_tokenizer
+from retrofit.settings import settings
 from retrofit.table import finite, print_table
 
-RECIPE_FILE = "recipe.yaml"
-# what may differ between a run and its resumption without changing the result
-FREE_ON_RESUME = {"output", "report_to", "eval_steps", "save_steps", "save_total_limit"}
+RESULTS = ("adapter", LORA, "model")
 
 
 def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -68,27 +66,23 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         SystemExit: with status 130, when interrupted.
     """
     base, data, output = recipe.places()
-    processes = join(deepspeed=find_config(recipe.deepspeed) is not None)
+    engine = find_config(recipe.deepspeed)
+    processes = join(deepspeed=engine is not None)
     console = Console(stderr=True, quiet=not processes.main)
     if not processes.main:
         logging.disable_progress_bar()
     if resume:
-        _check_same_run(recipe, output)
+        check_same_recipe(recipe, output)
     elif processes.main:
         read = [name for name in (base, recipe.init_adapter, recipe.deepspeed) if name is not None]
         check_output(output, overwrite, inputs=read, data=[data])
     # the main process looks for all: what one finds while another is at work would differ
-    found = _last_whole(recipe, output, console, processes.count) if resume and processes.main else None
-    checkpoint = processes.same(found)
-
-    kind = find_kind(recipe.memory)
-    kind.read_options(recipe.options)
-    if not kind.trainable:
-        raise RetrofitError(f"memory {recipe.memory!r} has nothing to fit: export it as it is with `retrofit patch`")
-    reporters(recipe.report_to)
+    checkpoint = processes.same(last_whole(output, console) if resume and processes.main else None)
+    check_recipe(recipe)
     with processes.main_first():
-        load_config(base)  # no such base, or no family of ours: said before anything is tokenised
+        config = load_config(base)  # no such base, or no family of ours: said before anything is tokenised
         tokenizer = load_tokenizer(base)
+        check_vocabulary(tokenizer, config)
         console.print(f"reading {data}", highlight=False)
         split = load_rows(
             data,
@@ -107,34 +101,37 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     split.check_scored(recipe.window + recipe.sinks, recipe.eval_rows)
     if not recipe.streaming:
         console.print(split.sentence(), highlight=False, soft_wrap=True)
-    this_run = same_run.describe(split.train, split.held_out.head(recipe.eval_rows), processes.count)
+    found = describe_data(split.train, split.held_out.head(recipe.eval_rows), processes.count)
     if resume:
-        same_run.check(output, this_run)
+        check_same_data(output, found)
     model = build_model(recipe, fresh=checkpoint is not None)
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
-        raise RetrofitError(f"the base of the run in {output} is another one than it was started with: {other}")
+        raise RetrofitError(f"the base of the run in {output} is not the one that it was started with: {other}")
     sizes = {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()}
+    processes.wait()  # each has loaded the base at its own pace
 
     def begin() -> None:
         """Write the first files, when nothing can be refused any more."""
-        if not processes.main:
-            return
-        shutil.rmtree(output / DRAFT, ignore_errors=True)  # of a run that was killed while it saved
-        if not resume:
+        if processes.main:
+            # of a run that was killed while it saved
+            for draft in [output / DRAFT, *(path for name in RESULTS for path in output.glob(f".{name}.*"))]:
+                shutil.rmtree(draft, ignore_errors=True)
+        if processes.main and not resume:
             _clear(output)
             write_text(output / RECIPE_FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
-            same_run.write(output, this_run)
+            write_json(output / DATA_FILE, found)
 
+    fit = _Fit(model, recipe, split, checkpoint, processes, console)
     try:
         with no_empty_folders(output):
-            trainer, state = _fit(model, recipe, split, output, checkpoint, begin, console, processes)
+            trainer, state = fit.run(engine, begin)
         if recipe.streaming:  # only now is it known
             console.print(split.sentence(), highlight=False, soft_wrap=True)
         rows = compare(model, recipe, split, seconds(state), console, processes)
     except KeyboardInterrupt:
-        saved = checkpoints(output)
         if not (output / RECIPE_FILE).is_file():
             raise  # before the first step: there is nothing to resume
+        saved = checkpoints(output)
         at = f"at step {step_of(saved[-1])} of {recipe.steps}" if saved else "before its first checkpoint"
         again = f"retrofit distill {shlex.quote(str(output / RECIPE_FILE))} --resume"
         if processes.count > 1:
@@ -174,34 +171,11 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     return metrics if processes.main else {}
 
 
-def _check_same_run(recipe: Recipe, output: Path) -> None:
-    """Refuse to resume with other settings: the result would be neither run's."""
-    path = output / RECIPE_FILE
-    if not path.is_file():
-        raise RetrofitError(f"there is no run to resume in {output}: leave --resume away to start one")
-    before = Recipe.from_dict(read_recipe(path), where=str(path)).to_dict()
-    changed = [key for key, value in recipe.to_dict().items() if key not in FREE_ON_RESUME and before[key] != value]
-    if changed:
-        what = ", ".join(f"{key} (was {before.get(key)!r})" for key in changed)
-        raise RetrofitError(f"the run in {output} was started with other settings: {what}; resume it with {path}")
-
-
-def _last_whole(recipe: Recipe, output: Path, console: Console, processes: int) -> Path | None:
-    """The last checkpoint of a run that can be gone on from; those after it are named."""
-    for checkpoint in reversed(checkpoints(output)):
-        reason = damage(checkpoint, processes, recipe.deepspeed is not None, bool(recipe.lora))
-        if not reason:
-            return checkpoint
-        said = f"{checkpoint} cannot be used, {reason}: going back to the one before it"
-        console.print(said, highlight=False, soft_wrap=True)
-    return None
-
-
 def _clear(output: Path) -> None:
     """Remove an earlier run, and nothing else, from the output folder."""
-    for path in [output / "adapter", output / LORA, output / "model", *checkpoints(output)]:
+    for path in [*(output / name for name in RESULTS), *checkpoints(output)]:
         shutil.rmtree(path, ignore_errors=True)
-    for name in (RECIPE_FILE, same_run.FILE, "metrics.json", "log.jsonl"):
+    for name in (RECIPE_FILE, DATA_FILE, "metrics.json", "log.jsonl"):
         (output / name).unlink(missing_ok=True)
 
 
@@ -216,57 +190,73 @@ class _Begin(TrainerCallback):
         self.begin()
 
 
-def _fit(
-    model: Any,
-    recipe: Recipe,
-    split: Split,
-    output: Path,
-    checkpoint: Path | None,
-    begin: Callable[[], None],
-    console: Console,
-    processes: Processes,
-) -> tuple[DistillTrainer | None, TrainerState]:
-    """Train the memory, from ``checkpoint`` if there is one; no trainer if that is the last step's.
+@dataclass
+class _Fit:
+    """The training of ``model``, from ``checkpoint`` if there is one."""
 
-    ``begin`` is called right before the first step.
+    model: Any
+    recipe: Recipe
+    split: Split
+    checkpoint: Path | None
+    processes: Processes
+    console: Console
 
-    Raises:
-        KeyboardInterrupt: asked to stop; a checkpoint was written.
-    """
-    if checkpoint is not None and step_of(checkpoint) >= recipe.steps:
-        load_memory_weights(model.to(processes.device), checkpoint / WEIGHTS)
-        if recipe.lora:
-            load_lora(model, checkpoint / LORA)
-        return None, TrainerState.load_from_json(str(checkpoint / STATE))
-    checkpointing: dict[str, Any] = {CHECKPOINTING: recipe.gradient_checkpointing}
-    args = DistillArguments(
-        output_dir=str(output),
-        per_device_eval_batch_size=recipe.batch_size,
-        logging_steps=1,  # a loss is averaged since the last log: one per step stays the same across a resumption
-        eval_strategy="steps",
-        dataloader_pin_memory=torch.cuda.is_available(),
-        disable_tqdm=True,
-        report_to=reporters(recipe.report_to),
-        **{key.argument: getattr(recipe, key.name) for key in settings(Recipe).values() if key.argument},
-        **checkpointing,
-        **trainer_settings(find_config(recipe.deepspeed)),
-    )
-    trainer = DistillTrainer(model, args, split.train, split.held_out.head(recipe.eval_rows), split.collator)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(_Begin(begin))
-    trainer.add_callback(RunLog(output / "log.jsonl"))
-    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    done = step_of(checkpoint) if checkpoint else 0
-    with progress_bar("distilling", recipe.steps, done, console) as bar, StopOnSignal(console) as stop:
-        trainer.add_callback(ProgressCallback(bar, round(split.row_tokens * rows)))
-        trainer.add_callback(stop)
-        try:
-            with agreeing(find_config(recipe.deepspeed)):
+    def run(
+        self, engine: dict[str, Any] | None, begin: Callable[[], None]
+    ) -> tuple[DistillTrainer | None, TrainerState]:
+        """Train; there is no trainer if the checkpoint is the last step's.
+
+        Args:
+            engine: DeepSpeed's configuration.
+            begin: called right before the first step.
+
+        Raises:
+            KeyboardInterrupt: asked to stop; a checkpoint was written.
+        """
+        recipe, checkpoint = self.recipe, self.checkpoint
+        done = step_of(checkpoint) if checkpoint else 0
+        if checkpoint is not None and done >= recipe.steps:
+            load_memory_weights(self.model.to(self.processes.device), checkpoint / WEIGHTS)
+            if recipe.lora:
+                load_lora(self.model, checkpoint / LORA)
+            return None, TrainerState.load_from_json(str(checkpoint / STATE))
+        args = self._arguments(engine)
+        held_out = self.split.held_out.head(recipe.eval_rows)
+        trainer = DistillTrainer(self.model, args, self.split.train, held_out, self.split.collator)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(_Begin(begin))
+        trainer.add_callback(RunLog(Path(args.output_dir) / "log.jsonl"))
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        with (
+            progress_bar("distilling", recipe.steps, done, self.console) as bar,
+            StopOnSignal(self.console) as stop,
+            agreeing(recipe.deepspeed),
+        ):
+            trainer.add_callback(ShowProgress(bar, round(self.split.row_tokens * rows)))
+            trainer.add_callback(stop)
+            try:
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        except UnpicklingError:  # the Trainer reads a checkpoint's optimizer and random states with weights_only
-            raise RetrofitError(
-                f"{checkpoint} holds more than tensors, which is not read: delete it, and --resume from the one before"
-            ) from None
-    if stop.stopped:
-        raise KeyboardInterrupt
-    return trainer, trainer.state
+            except UnpicklingError:  # the Trainer reads a checkpoint's optimizer and random states with weights_only
+                raise RetrofitError(
+                    f"{checkpoint} holds objects other than tensors, which could run code when they are read: delete "
+                    "it, and --resume from the one before"
+                ) from None
+        if stop.stopped:
+            raise KeyboardInterrupt
+        return trainer, trainer.state
+
+    def _arguments(self, engine: dict[str, Any] | None) -> DistillArguments:
+        recipe = self.recipe
+        checkpointing: dict[str, Any] = {CHECKPOINTING: recipe.gradient_checkpointing}
+        return DistillArguments(
+            output_dir=str(recipe.output),
+            per_device_eval_batch_size=recipe.batch_size,
+            logging_steps=1,  # a loss is averaged since the last log: one per step stays the same across a resumption
+            eval_strategy="steps",
+            dataloader_pin_memory=torch.cuda.is_available(),
+            disable_tqdm=True,
+            report_to=reporters(recipe.report_to),
+            **{key.argument: getattr(recipe, key.name) for key in settings(Recipe).values() if key.argument},
+            **checkpointing,
+            **trainer_settings(engine),
+        )

@@ -14,18 +14,17 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl
 
 from distill.arguments import DistillArguments
-from distill.checkpoint import drop_oldest, write_checksums
-from distill.evenly import EvenRows
-from distill.finite import FiniteGradient
+from distill.callbacks import FiniteOnly
+from distill.checkpoint import STATE, drop_oldest, write_checksums
+from distill.data.rows import EvenRows, longer_than
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective
-from distill.rows import longer_than
+from distill.parallel.zero import is_partitioned, keep_base_out, partition, window_only
 from distill.windows import check_draws, draw_window
-from distill.zero import is_partitioned, keep_base_out, partition, window_only
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
-from retrofit.evaluate import gap_closed
+from retrofit.evaluation.scores import gap_closed
 from retrofit.families import is_retrofit
 from retrofit.fingerprint import fingerprint
 from retrofit.head import gathered
@@ -74,12 +73,13 @@ class DistillTrainer(Trainer):
         self.objective.check(model)
         if args.window_sampling == "ahn":
             check_draws(model)
+        refuse_unsupported(model, args)
         use_cache = model.config.use_cache
         self.of_base = fingerprint(model)  # while the weights are whole: ZeRO-3 is about to part them
         args._n_gpu = min(args.n_gpu, 1)  # several GPUs want a process each: nn.DataParallel would copy the model
         engine = getattr(args, "hf_deepspeed_config", None)
         if engine is not None and engine.is_zero3() and lora_layers(model):
-            raise RetrofitError("LoRA beside the memory does not go with ZeRO-3, which would save it empty: take zero2")
+            raise RetrofitError("LoRA does not work with ZeRO-3, which would save it empty: use zero2")
         if engine is not None and engine.is_zero3() and not is_partitioned(model):
             partition(model, engine.config, args.device)
         super().__init__(
@@ -100,7 +100,7 @@ class DistillTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         if self.is_deepspeed_enabled:
             keep_base_out(self.accelerator)
-        self.add_callback(FiniteGradient(self))
+        self.add_callback(FiniteOnly(self))
         self.window: tuple[int, int] = (model.config.memory["window"], model.config.memory["sinks"])  # W, S
         self._step_window = self.window
         self._draft = ""  # subfolder of the output folder in which a checkpoint is being written
@@ -115,7 +115,9 @@ class DistillTrainer(Trainer):
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if any("labels" not in batch for batch in batches):
-            raise RetrofitError("rows need 'labels' beside 'input_ids': the same ids, -100 where nothing is learned")
+            raise RetrofitError(
+                "rows need 'labels' beside 'input_ids': the same ids, with -100 where there is nothing to learn"
+            )
         self._step_window = self.window
         if self.args.window_sampling == "ahn" and batches:
             longest = torch.tensor([max(batch["input_ids"].shape[1] for batch in batches)], device=device)
@@ -247,6 +249,12 @@ class DistillTrainer(Trainer):
         if lora_layers(model):
             load_lora(model, Path(resume_from_checkpoint) / LORA)
 
+    def _load_best_model(self) -> None:
+        if self.is_deepspeed_enabled:
+            super()._load_best_model()
+        else:  # the Trainer looks for a whole model, or for an adapter in a PeftModel
+            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the checkpoint under another name first: a folder called ``checkpoint-N`` is a whole one."""
         home, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
@@ -254,21 +262,27 @@ class DistillTrainer(Trainer):
         draft = Path(self._get_output_dir(trial))
         try:
             super()._save_checkpoint(model, trial)
+            best = home / f"checkpoint-{self.state.best_global_step}"
+            if best.name == name or best.is_dir():  # the Trainer has looked for it among the drafts
+                self.state.best_model_checkpoint = str(best)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
+                self.state.save_to_json(str(draft / name / STATE))
                 write_checksums(draft / name)
                 shutil.rmtree(home / name, ignore_errors=True)
                 os.replace(draft / name, home / name)
                 if self.args.save_total_limit:
-                    drop_oldest(home, keep=self.args.save_total_limit)
+                    drop_oldest(home, self.args.save_total_limit, self.state.best_model_checkpoint)
         except (OSError, RuntimeError, RetrofitError) as error:
             cause = error.__cause__ if isinstance(error.__cause__, SafetensorError) else error
-            writing = isinstance(cause, OSError | SafetensorError) or any(word in str(cause) for word in TORCH_WRITER)
-            if not writing:
+            reason = first_line(cause)
+            if any(word in reason for word in TORCH_WRITER):  # with a file of torch's own source in it
+                reason = "the disk or a quota is full"
+            elif not isinstance(cause, OSError | SafetensorError):
                 raise
             raise RetrofitError(
-                f"the checkpoint of step {self.state.global_step} cannot be written to {home} ({first_line(cause)}): "
-                "the run stopped; make room there and --resume from the checkpoint before"
+                f"the checkpoint of step {self.state.global_step} cannot be written to {home} ({reason}): "
+                "the run stopped; make room there and continue with --resume from the checkpoint before"
             ) from error
         finally:
             self._draft = ""
@@ -278,6 +292,36 @@ class DistillTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return os.path.join(super()._get_output_dir(trial), self._draft)
+
+
+def refuse_unsupported(model: Any, args: DistillArguments) -> None:
+    """Refuse what transformers' Trainer offers and this one would ignore, or fail at in the middle of a run.
+
+    Raises:
+        RetrofitError: one of these is asked for, by the arguments, the model or accelerate's configuration.
+    """
+
+    def launcher(name: str) -> bool:
+        return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+    asked = {
+        "FSDP": (args.fsdp or launcher("ACCELERATE_USE_FSDP"), "use DeepSpeed's ZeRO-3 (deepspeed=...)"),
+        "context and tensor parallelism": (
+            getattr(args, "parallelism_config", None)
+            or launcher("ACCELERATE_USE_PARALLELISM_CONFIG")
+            or getattr(model, "_device_mesh", None) is not None,
+            "use data parallelism or DeepSpeed's ZeRO-3 (deepspeed=...)",
+        ),
+        "label_smoothing_factor": (
+            args.label_smoothing_factor,
+            "set it to 0: the teacher's distribution is the label",
+        ),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, "remove it, because the teacher would get the noise as well"),
+        "use_liger_kernel": (args.use_liger_kernel, "remove it, because the loss here never makes all logits anyway"),
+    }
+    for name, (wanted, advice) in asked.items():
+        if wanted:
+            raise RetrofitError(f"DistillTrainer does not support {name}: {advice}")
 
 
 def _named(batch: Batch) -> str:

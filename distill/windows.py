@@ -15,7 +15,7 @@ def check_draws(model: Any) -> None:
     """Refuse a memory that cannot work with every window :func:`draw_window` may give on more than 32 tokens.
 
     Raises:
-        RetrofitError: what the memory has to say of the first such window.
+        RetrofitError: the memory refuses such a window; its own message is included.
     """
     for budget, sinks in product(AHN_BUDGETS, AHN_SINKS):
         if sinks > budget / 2:
@@ -24,7 +24,7 @@ def check_draws(model: Any) -> None:
             try:
                 memory.check_window(budget - sinks, sinks)
             except RetrofitError as error:
-                raise RetrofitError(f"window_sampling='ahn' trains at other windows too, where {error}") from None
+                raise RetrofitError(f"window_sampling='ahn' trains at other windows too, and there {error}") from None
 
 
 def draw_window(seed: int, step: int, length: int) -> tuple[int, int]:

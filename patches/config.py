@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from .errors import RetrofitError, nearest
+from .errors import RetrofitError, nearest, one_of
 
 # rotary tables that change with the length of the input: a key cached under one table would be read under another
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
@@ -39,14 +39,13 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         check_window(self.window, self.sinks)
-        if self.others not in ("full", "window"):
-            raise RetrofitError(f"others={self.others!r} is not known: use 'full' or 'window'")
+        one_of("others", self.others, "full", "window")
         if self.layers is not None:
             self.layers = _indices(self.layers)
         if not isinstance(self.kind, str) or not isinstance(self.options, dict):
             raise RetrofitError("the memory's configuration needs a name as its kind and a mapping as its options")
-        if self.rotary_dtype not in (None, "float16", "bfloat16"):
-            raise RetrofitError(f"rotary_dtype={self.rotary_dtype!r} is not known: use 'float16', 'bfloat16' or none")
+        if self.rotary_dtype is not None:
+            one_of("rotary_dtype", self.rotary_dtype, "float16", "bfloat16")
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "MemoryConfig":

@@ -21,3 +21,13 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the choice closest to ``word``, or ``""`` when none is close."""
     match = difflib.get_close_matches(str(word), list(choices), n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def one_of(name: str, value: object, *choices: str) -> None:
+    """Refuse a ``value`` that is none of ``choices``; ``name`` says what it is a value of.
+
+    Raises:
+        RetrofitError: with all choices, and the nearest one.
+    """
+    if value not in choices:
+        raise RetrofitError(f"{name}: {value!r} is not one of {', '.join(choices)}{nearest(str(value), choices)}")

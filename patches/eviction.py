@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from .errors import one_of
 from .linear import wide
 from .memory import Joined, Memory
-from .options import Options, one_of, whole_number
+from .options import Options, whole_number
 from .step import Step
 
 LOGITS = 2**22  # logits held at a time, in elements

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import elu
 from transformers import initialization as init
 
+from .errors import one_of
 from .linear import wide
 from .memory import Joined
-from .options import one_of
 from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, per_query
 from .rotary import unrotate
 from .scan import gated_delta_rule, linear_attention
@@ -106,8 +106,8 @@ class InfiniAttention(UngatedMemory):
         init.zeros_(self.beta)
         init.zeros_(self.factor)  # a fresh memory adds exactly nothing, and still has a gradient
 
-    def state_elements(self) -> int:
-        return self.kv_heads * self.head_dim * (self.head_dim + 1)
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        return {"matrix": (self.kv_heads, self.head_dim, self.head_dim), "mass": (self.kv_heads, self.head_dim)}
 
     @property
     def products(self) -> float:

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 from transformers import initialization as init
 
-from .errors import RetrofitError
+from .errors import RetrofitError, one_of
 from .linear import HeadLinear, WideLinear, unit
 from .memory import Joined
 from .on_window import WindowOnly, behind
-from .options import Options, one_of
+from .options import Options
 from .rotary import unrotate
 from .scan import gated_delta_rule, linear_attention
 from .step import Evicted, Step
@@ -155,8 +155,9 @@ class JointMemory(WindowOnly):
             self.delta.reset_parameters(logit=-1.0)
             init.zeros_(self.familiarity)
 
-    def state_elements(self) -> int:
-        return self.heads * (1 + self.both) * self.features * (self.head_dim + 1)
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        shape = (self.heads, self.features, self.head_dim + 1)
+        return {"linear": shape, "delta": shape} if self.both else {"linear": shape}
 
     def write_gates(self, x: Tensor) -> Tensor:
         """Writing strength and log decay of each branch and head, ``(B, n, 2 H)`` or ``(B, n, 4 H)``, float32."""

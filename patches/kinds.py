@@ -5,7 +5,8 @@ from typing import Any
 from .ahn import DeltaNet, GatedDeltaNet, Mamba2
 from .compressive import Compressive
 from .config import MemoryConfig
-from .errors import RetrofitError, nearest
+from .errors import one_of
+from .expected import ExpectedAttention
 from .h2o import H2O
 from .infini import InfiniAttention
 from .joint import JointMemory
@@ -29,6 +30,7 @@ KINDS: dict[str, type[Memory]] = {
         InfiniAttention,
         KVM,
         Compressive,
+        ExpectedAttention,
     )
 }
 
@@ -39,8 +41,7 @@ def find_kind(name: str) -> type[Memory]:
     Raises:
         RetrofitError: there is none.
     """
-    if not isinstance(name, str) or name not in KINDS:
-        raise RetrofitError(f"unknown memory {name!r}{nearest(name, KINDS)}: choose one of {', '.join(KINDS)}")
+    one_of("memory", name, *KINDS)
     return KINDS[name]
 
 

@@ -28,13 +28,6 @@ class Options:
         return cls(**options)
 
 
-def one_of(name: str, value: Any, *choices: str) -> None:
-    """Refuse a ``value`` that is not one of ``choices``."""
-    if value not in choices:
-        has = " or ".join(repr(choice) for choice in choices)
-        raise RetrofitError(f"{name}={value!r} is not known{nearest(value, choices)}: use {has}")
-
-
 def whole_number(name: str, value: Any, least: int = 1) -> None:
     """Refuse a ``value`` that is not a whole number, ``least`` or more."""
     if type(value) is not int or value < least:

@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .cache import MemoryCacheLayer
+from .errors import one_of
 from .memory import Joined
 from .on_window import WindowOnly
-from .options import Options, one_of
+from .options import Options
 from .rotary import rotate, unrotate
 from .step import Evicted, Step
 

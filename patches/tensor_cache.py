@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .errors import RetrofitError
+from .errors import RetrofitError, one_of
 from .linear import WideLinear, wide
 from .memory import Joined
-from .options import above_zero, one_of, true_or_false, whole_number
+from .options import above_zero, true_or_false, whole_number
 from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, per_query
 from .scan import gated_delta_rule, linear_attention
 from .step import Step
@@ -205,9 +205,11 @@ class TensorCache(UngatedMemory):
         init.constant_(self.gate, GATE)
         init.zeros_(self.W_tc.weight)  # a fresh memory adds exactly nothing, and still has a gradient
 
-    def state_elements(self) -> int:
-        matrix = self.head_dim * (self.head_dim + self.options.z_norm)
-        return (1 + self.options.two_timescale) * self.kv_heads * self.options.slots * matrix
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        rows, D = self.kv_heads * self.options.slots, self.head_dim
+        each = {"matrix": (rows, D, D), "mass": (rows, D, 1)} if self.options.z_norm else {"matrix": (rows, D, D)}
+        names = ("fast", "slow") if self.options.two_timescale else ("fast",)
+        return {f"{name}.{kept}": shape for name in names for kept, shape in each.items()}
 
     @property
     def products(self) -> float:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .errors import one_of
 from .eviction import Eviction, EvictionOptions
-from .options import one_of, true_or_false
+from .options import true_or_false
 from .rotary import rotate, unrotate
 from .step import Step
 

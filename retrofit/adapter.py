@@ -48,7 +48,8 @@ def save_adapter(
         of_base: the base's :func:`fingerprint`, where it was taken before the weights were spread over processes.
 
     Raises:
-        RetrofitError: the model has no memory to save, or the folder holds something else.
+        RetrofitError: the model has no memory to save or one with weights that are not finite, or the folder holds
+            something else.
     """
     if not is_retrofit(model):
         raise RetrofitError(f"{type(model).__name__} has no memory: patch it first with retrofit.patch")
@@ -57,6 +58,12 @@ def save_adapter(
         PREFIX + name: parameter.detach().to("cpu", torch.float32, copy=True).contiguous()
         for name, parameter in model.memory_parameters()
     }
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise RetrofitError(
+                f"{name.removeprefix(PREFIX)} holds values that are not finite: nothing was saved; train again with a "
+                "smaller learning rate"
+            )
     memory = model.config.memory
     config = {
         "peft_type": PEFT_TYPE,

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError, one_of
 from patches.kinds import find_kind
 
 from .families import base_type
@@ -108,8 +108,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     variant = config.get("_ahn_implementation") if isinstance(config, dict) else None
     if variant is None:
         raise RetrofitError(f"{file} has no '_ahn_implementation': these are not published AHN weights")
-    if not isinstance(variant, str) or variant not in KINDS:
-        raise RetrofitError(f"{file}: unknown AHN {variant!r}{nearest(variant, KINDS)}: known are {', '.join(KINDS)}")
+    one_of(f"{file}: _ahn_implementation", variant, *KINDS)
     for name in UNSUPPORTED:
         if config.get(name):
             raise RetrofitError(f"{file} sets {name}={config[name]!r}, which is not supported")

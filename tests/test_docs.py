@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 
 import retrofit
 from cli import app
+from distill.data.rows import PackedRows
+from distill.data.sources import open_source
+from distill.data.tokens import TokenRows, find_column
 from distill.lora import add_lora, save_lora
 from distill.recipe import Recipe
-from distill.rows import PackedRows
-from distill.sources import open_source
-from distill.tokens import TokenRows, find_column
 from patches.kinds import KINDS
+from retrofit.convert import published_name
 from retrofit.evaluation.run import run_evaluation
 from retrofit.evaluation.settings import Settings
 from retrofit.export import export_model
@@ -39,11 +40,12 @@ ELSEWHERE = {
 # commands that are not run here, by a word of theirs, and why; their verbs and flags are checked all the same
 NOT_RUN = {
     "make": "sets up an environment and takes minutes; its targets are looked up",
-    "--nproc": "several processes; tests/distill/test_launch.py and test_processes.py run them",
-    "torchrun": "several processes; tests/distill/test_launch.py runs it",
+    "--nproc": "several processes; tests/distill/parallel/test_launch.py and test_processes.py run them",
+    "torchrun": "several processes; tests/distill/parallel/test_launch.py runs it",
     "lm_eval": "tests/retrofit/evaluation/test_harness.py runs this very command",
     "hf": "asks for a token",
     "--dry-run": "half a minute; tests/test_recipes.py does it with every recipe",
+    "serve": "becomes an engine that goes on for ever; tests/serving runs it",
     "bench": "starts processes of its own; tests/retrofit/test_bench.py runs it",
 }
 # after the page's own words, so that a tiny model on one core has done soon: the last value of a flag counts
@@ -78,7 +80,7 @@ def home(
     for run in ("first", "second"):
         retrofit.save_adapter(model, folder / "runs" / run / "adapter")
         export_model(model, folder / "runs" / run / "model", byte_tokenizer)
-    weights = {name.replace(".self_attn.memory.", ".ahn.fn."): p.clone() for name, p in model.memory_parameters()}
+    weights = {published_name("ahn-gdn", name): p.clone() for name, p in model.memory_parameters()}
     weights |= {f"model.layers.{i}.ahn.fn.D": torch.ones(4) for i in range(2)}
     for name in ("AHN_FOLDER", "ByteDance-Seed/AHN-GDN-for-Qwen-2.5-Instruct-3B"):
         (folder / name).mkdir(parents=True)
@@ -146,9 +148,10 @@ def test_every_reason_for_not_running_is_needed() -> None:
 def _verb(words: list[str]) -> tuple[Any, list[str]]:
     """The command that words name, and what comes after the name."""
     command: Any = typer.main.get_command(app)
-    while hasattr(command, "commands") and words and not words[0].startswith("-"):
-        assert words[0] in command.commands, words
-        command, words = command.commands[words[0]], words[1:]
+    while hasattr(command, "get_command") and words and not words[0].startswith("-"):
+        found = command.get_command(None, words[0])
+        assert found, words
+        command, words = found, words[1:]
     return command, words
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from patches.config import MemoryConfig, check_base
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, one_of
 from patches.kinds import build_memory, find_kind
 from patches.memory import Memory
 from retrofit.bases import base_config
@@ -114,8 +114,7 @@ def estimate(
     if length < 1 or batch < 1:
         raise RetrofitError(f"length={length}, batch={batch}: both must be 1 or more")
     config, origin = base_config(base)
-    if dtype not in ("auto", *DTYPES):
-        raise RetrofitError(f"dtype={dtype!r} is not known: use auto, {', '.join(DTYPES)}")
+    one_of("dtype", dtype, "auto", *DTYPES)
     own = getattr(config, "dtype", None)
     kept = DTYPES[dtype] if dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
     find_kind(memory).read_options(options)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError, one_of
 
 from . import infinitebench, longbench, lveval
 from .chinese import jieba
@@ -36,11 +36,7 @@ def load_benchmark(
     benchmark = find_benchmark(name)
     chosen = list(benchmark.questions) if tasks is None else list(tasks)
     for task in chosen:
-        if task not in benchmark.questions:
-            raise RetrofitError(
-                f"{name} has no task {task!r}{nearest(task, benchmark.questions)}: it has "
-                + ", ".join(benchmark.questions)
-            )
+        one_of(f"task of {name}", task, *benchmark.questions)
     if tokenizer is None:
         raise RetrofitError(f"{name} needs the model's tokenizer: its prompts are cut to {benchmark.max_length} tokens")
     if any(benchmark.questions[task].language == "zh" for task in chosen):
@@ -54,10 +50,7 @@ def find_benchmark(name: str) -> Benchmark:
     Raises:
         RetrofitError: there is none.
     """
-    if name not in BENCHMARKS:
-        raise RetrofitError(
-            f"there is no benchmark {name!r}{nearest(name, BENCHMARKS)}: there are " + ", ".join(BENCHMARKS)
-        )
+    one_of("benchmark", name, *BENCHMARKS)
     return BENCHMARKS[name]
 
 

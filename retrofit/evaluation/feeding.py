@@ -6,7 +6,9 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
-CHUNK = 2048  # tokens per forward pass
+from retrofit.evaluation.settings import KEYS
+
+CHUNK: int = KEYS["chunk"].default
 
 
 def pieces(length: int, chunk: int = CHUNK) -> Iterator[slice]:

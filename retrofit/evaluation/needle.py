@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError, one_of
 from retrofit.chat import chat_prompt
 from retrofit.evaluation.haystack import fill, invented, noise, sentences_of
 from retrofit.evaluation.samples import Sample, Task
@@ -75,8 +75,7 @@ def needle_tasks(
         RetrofitError: an unknown name, a depth outside 0 to 1, a length in which no question fits.
     """
     for name in names:
-        if name not in NAMES:
-            raise RetrofitError(f"unknown probe {name!r}{nearest(name, NAMES)}: known are {', '.join(NAMES)}")
+        one_of("probe", name, *NAMES)
     if any(not 0 <= depth <= 1 for depth in depths):
         raise RetrofitError(f"depths {list(depths)}: each lies between 0 (the beginning) and 1 (the end)")
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from patches.errors import RetrofitError, nearest
-from retrofit.evaluate import score_hidden
+from patches.errors import RetrofitError, one_of
+from retrofit.evaluation.scores import score_hidden
 from retrofit.patching import patch
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -66,10 +66,7 @@ def perplexity_by_size(
         RetrofitError: an unknown policy, a size too small for one, or texts of less than two tokens.
     """
     for policy in policies:
-        if policy not in POLICIES:
-            raise RetrofitError(
-                f"unknown policy {policy!r}{nearest(policy, POLICIES)}: there are {', '.join(POLICIES)}"
-            )
+        one_of("policy", policy, *POLICIES)
     if sequences.ndim != 2 or not len(sequences) or sequences.shape[1] < 2:
         raise RetrofitError(f"texts of shape {tuple(sequences.shape)} predict nothing: give one of two tokens or more")
     least = 5 if "window+4" in policies else 2

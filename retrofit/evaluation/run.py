@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from patches.errors import RetrofitError
 from retrofit.chat import check_template
 from retrofit.costs.held import state_bytes
-from retrofit.evaluate import gap_closed
 from retrofit.evaluation.benchmarks import departures, load_benchmark
 from retrofit.evaluation.contenders import WINDOW_ONLY, Contender, load_contenders, lossless, ready
 from retrofit.evaluation.harness import run_harness
@@ -26,6 +25,7 @@ from retrofit.evaluation.perplexity import POLICIES, perplexity_by_size, read_se
 from retrofit.evaluation.recall import recall_means, score_recall
 from retrofit.evaluation.runner import means, run_tasks
 from retrofit.evaluation.samples import Sample, Task
+from retrofit.evaluation.scores import gap_closed
 from retrofit.evaluation.settings import Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.evaluation.text import by_distance, score_text

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 
-from patches.errors import RetrofitError, nearest
-from retrofit.evaluation.benchmarks import find_benchmark
-from retrofit.evaluation.feeding import CHUNK
-from retrofit.evaluation.needle import NAMES as NEEDLES
+from patches.errors import RetrofitError, one_of
+from retrofit.settings import setting, settings
 
-PROBES = ["identity", "recall", *NEEDLES]
+DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -19,40 +17,62 @@ class Settings:
     """
 
     model: str
-    adapters: tuple[str, ...] = ()
-    window: int | None = None
-    sinks: int | None = None
-    dtype: str = "auto"
-    data: str | None = None  # a text file, a folder of them or a dataset: KL and NLL by position on it
-    seq_len: int | None = None  # of its rows; four times the lossless budget by default
-    eval_rows: int = 16
-    probes: tuple[str, ...] = ("identity", "recall", "passkey")
-    lengths: tuple[
-        int, ...
-    ] = ()  # of the probes, in tokens; 2 (W + S) and 4 (W + S) by default, at least 512 and 1,024
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    samples: int = 5
-    bindings: tuple[int, ...] = (1, 4, 16)
-    haystack: str | None = None  # a text file for the needle tasks that RULER fills with essays
-    chat: bool = False  # ask through the tokenizer's chat template
-    benchmarks: tuple[str, ...] = ()  # of retrofit.evaluation.benchmarks
-    benchmark_data: str | None = None  # a folder with their files; the Hub by default
-    tasks: tuple[str, ...] = ()  # of lm-evaluation-harness
-    include_path: str | None = None  # a folder with further tasks for it
-    task_lengths: tuple[int, ...] = ()  # of its RULER tasks
-    limit: int | None = None  # samples of each task of a benchmark or of the harness; all by default
-    sizes: tuple[int, ...] = ()  # of the state: perplexity of training-free policies on the text at each of them
-    seed: int = 0
-    chunk: int = CHUNK
+    adapters: tuple[str, ...] = setting((), "Adapter that gets a row of its own; repeat for more.", flag="--adapter")
+    window: int | None = setting(None, "W of all rows (default: the saved one).", least=1)
+    sinks: int | None = setting(None, "S of all rows (default: the saved one).", least=0)
+    dtype: str = setting("auto", "Dtype of the base; auto takes the checkpoint's own.", choices=DTYPES)
+    data: str | None = setting(None, "Text to measure KL and NLL by position on: a file, a folder or a dataset.")
+    seq_len: int | None = setting(None, "Tokens of a row of the text (default: 4 times W + S).", least=2)
+    eval_rows: int = setting(16, "Rows of the text.", least=1, flag="--rows")
+    probes: tuple[str, ...] = setting(
+        ("identity", "recall", "passkey"),
+        "Probe: identity, recall, passkey or niah_...; repeat for more. With --data and no --probe, there is none.",
+        flag="--probe",
+    )
+    lengths: tuple[int, ...] = setting(
+        (),
+        "Tokens of a probe; repeat for more (default: 2 and 4 times W + S, but 512 and 1,024 at least).",
+        flag="--length",
+        least=1,
+    )
+    depths: tuple[float, ...] = setting(
+        (0.0, 0.25, 0.5, 0.75, 1.0), "Depth of a needle, from 0 to 1; repeat for more.", flag="--depth"
+    )
+    samples: int = setting(5, "Samples of a probe at each length and depth.", least=1)
+    bindings: tuple[int, ...] = setting((1, 4, 16), "Pairs to remember in recall; repeat for more.", least=1)
+    haystack: str | None = setting(None, "Text file to hide needles in (default: made-up sentences).")
+    chat: bool = setting(False, "Ask through the tokenizer's chat template.")
+    benchmarks: tuple[str, ...] = setting(
+        (), "Published benchmark: longbench, lveval, infinitebench or ...-own; repeat for more.", flag="--benchmark"
+    )
+    benchmark_data: str | None = setting(None, "Folder with the benchmark's files (default: the Hub).")
+    tasks: tuple[str, ...] = setting((), "Tasks of lm-evaluation-harness, separated by commas.")
+    include_path: str | None = setting(None, "Folder with further tasks for the harness.")
+    task_lengths: tuple[int, ...] = setting(
+        (), "Tokens of the harness's RULER tasks; repeat for more.", flag="--task-length", least=1
+    )
+    limit: int | None = setting(None, "Samples of each task of a benchmark or of the harness (default: all).", least=1)
+    sizes: tuple[int, ...] = setting(
+        (),
+        "Size of the state in tokens: perplexity of the training-free policies on the text; repeat for more.",
+        flag="--size",
+        least=1,
+    )
+    seed: int = setting(0, "Seed of the probes.", least=0, most=2**32 - 1)
+    chunk: int = setting(2048, "Tokens per forward pass.", least=1)
 
     def __post_init__(self) -> None:
+        from retrofit.evaluation.benchmarks import find_benchmark  # both wait for torch
+        from retrofit.evaluation.needle import NAMES
+
+        for name, key in KEYS.items():
+            object.__setattr__(self, name, key.check(getattr(self, name)))
         for probe in self.probes:
-            if probe not in PROBES:
-                raise RetrofitError(f"unknown probe {probe!r}{nearest(probe, PROBES)}: known are {', '.join(PROBES)}")
+            one_of("probe", probe, "identity", "recall", *NAMES)
         if self.sizes and self.data is None:
             raise RetrofitError("perplexity by size of state needs a text: give --data")
         for name in self.benchmarks:
             find_benchmark(name)
-        for name in ("eval_rows", "samples", "chunk"):
-            if getattr(self, name) < 1:
-                raise RetrofitError(f"{name}={getattr(self, name)}: it must be 1 or more")
+
+
+KEYS = settings(Settings)

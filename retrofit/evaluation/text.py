@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from patches.errors import RetrofitError
-from retrofit.evaluate import score_hidden
 from retrofit.evaluation.contenders import Contender, lossless, ready
 from retrofit.evaluation.feeding import CHUNK, pieces
+from retrofit.evaluation.scores import score_hidden
 from retrofit.evaluation.store import ResultStore
 
 

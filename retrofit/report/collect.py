@@ -14,6 +14,11 @@ OF_A_RUN = (METRICS, LOG, RECIPE, "run.json")
 
 Row = dict[str, Any]
 
+# what is read of the two summaries
+LISTS, MAPPINGS = "rows curve text recall needles needle_grid harness", "recipe parameters tokens data versions"
+KINDS: dict[str, type] = dict.fromkeys(LISTS.split(), list) | {"command": str}
+KINDS |= dict.fromkeys([*MAPPINGS.split(), "settings", "identity", "benchmarks"], dict)
+
 
 @dataclass
 class Run:
@@ -27,22 +32,17 @@ class Run:
     """
 
     folder: Path
-    metrics: Row = field(default_factory=dict)
+    metrics: Row = field(default_factory=lambda: _summary({}))
     log: list[Row] = field(default_factory=list)
     recipe: str = ""
-    evaluation: Row = field(default_factory=dict)
+    evaluation: Row = field(default_factory=lambda: _summary({}))
     bench: list[Row] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
     @property
-    def settings(self) -> Row:
-        """The recipe as metrics.json has it."""
-        return record(self.metrics.get("recipe"))
-
-    @property
     def memory(self) -> str:
         """What the memory's row is called in the figures of training."""
-        return str(self.settings.get("memory") or "memory")
+        return str(self.metrics["recipe"].get("memory") or "memory")
 
 
 def collect(folder: Path, evaluation: Path | None = None, bench: Path | None = None) -> Run:
@@ -59,26 +59,30 @@ def collect(folder: Path, evaluation: Path | None = None, bench: Path | None = N
     if not folder.is_dir():
         raise RetrofitError(f"there is no folder {folder}: give one that `retrofit distill` or `retrofit eval` wrote")
     run = Run(folder)
+    found = False
     if any((folder / name).exists() for name in OF_A_RUN):
-        run.metrics = (
-            _read(run, folder / METRICS, _object, "the run has not finished: `retrofit distill --resume`") or {}
-        )
-        run.log = _read(run, folder / LOG, _lines, "no curves but those in metrics.json") or records(
-            run.metrics.get("curve")
-        )
-        run.recipe = _read(run, folder / RECIPE, str, "no recipe") or ""
+        unfinished = "the run has not finished, `retrofit distill --resume` goes on with it"
+        metrics = _read(run, folder / METRICS, lambda text: _summary(json.loads(text)), unfinished)
+        run.metrics = metrics or run.metrics
+        run.log = _read(run, folder / LOG, _lines, "the report has no curves but those in metrics.json") or []
+        run.log = run.log or run.metrics["curve"]
+        run.recipe = _read(run, folder / RECIPE, str, "the report does not show the recipe") or ""
+        found = bool(metrics or run.log or run.recipe)
     else:
         run.missing.append(f"No training: {folder} holds none of {', '.join(OF_A_RUN[:3])}.")
-    run.evaluation = _find(run, evaluation, EVAL, [folder / EVAL, folder / "eval" / EVAL], _object) or {}
-    if not run.evaluation:
-        run.missing.append("No evaluation: `retrofit eval` writes one, into eval/ of the run for one that is found.")
-    run.bench = _find(run, bench, None, [folder / BENCH], _rows) or []
+    places = [folder / EVAL, folder / "eval" / EVAL]
+    asked = None if evaluation is None else evaluation / EVAL
+    evaluated = _find(run, asked, places, lambda text: _summary(json.loads(text)), "no finished evaluation")
+    run.evaluation = evaluated or run.evaluation
+    if not evaluated:
+        run.missing.append("No evaluation: run `retrofit eval` with the output folder RUN/eval, or give --eval DIR.")
+    run.bench = _find(run, bench, [folder / BENCH], _rows, "no such file") or []
     if not run.bench:
-        run.missing.append("No costs: give the rows that `retrofit bench` wrote with --json as --bench FILE.")
-    if not (run.metrics or run.log or run.recipe or run.evaluation or run.bench):
+        run.missing.append("No costs: give the file that `retrofit bench run --json FILE` wrote as --bench FILE.")
+    if not (found or evaluated or run.bench):
         broken = [sentence for sentence in run.missing if "cannot be read" in sentence]
-        found = f"nothing in it can be read ({' '.join(broken)})" if broken else "it holds no run and no evaluation"
-        raise RetrofitError(f"{folder}: {found}; give a folder that `retrofit distill` or `retrofit eval` wrote")
+        said = f"nothing in it can be read ({' '.join(broken)})" if broken else "it holds no run and no evaluation"
+        raise RetrofitError(f"{folder}: {said}; give a folder that `retrofit distill` or `retrofit eval` wrote")
     return run
 
 
@@ -92,29 +96,11 @@ def number(value: Any) -> float | None:
         return None
 
 
-def record(value: Any) -> Row:
-    """``value`` if it is a mapping, else an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
-def records(value: Any) -> list[Row]:
-    """The mappings in ``value``, if it is a list."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def names(rows: Any) -> list[str]:
-    """The rows' names, each once."""
-    return list(dict.fromkeys(str(row["name"]) for row in records(rows) if row.get("name") is not None))
-
-
-def _find(run: Run, asked: Path | None, inside: str | None, places: list[Path], parse: Callable[[str], Any]) -> Any:
+def _find(run: Run, asked: Path | None, places: list[Path], parse: Callable[[str], Any], absent: str) -> Any:
     """What was asked for by name, which must be readable, or the first of ``places`` that is there."""
-    if asked is None:
-        found = next((place for place in places if place.exists()), None)
-        return None if found is None else _read(run, found, parse, "")
-    path = asked / inside if inside else asked
-    found = _read(run, path, parse, "no such file" if inside is None else "no finished evaluation there")
-    if found is None:
+    path = asked or next((place for place in places if place.exists()), None)
+    found = None if path is None else _read(run, path, parse, absent)
+    if asked is not None and found is None:
         raise RetrofitError(run.missing[-1].rstrip("."))
     return found
 
@@ -132,11 +118,15 @@ def _read(run: Run, path: Path, parse: Callable[[str], Any], absent: str) -> Any
     return None
 
 
-def _object(text: str) -> Row:
-    found = json.loads(text)
+def _summary(found: Any) -> Row:
+    """``found`` with an empty value for whatever it lacks; lists hold mappings."""
     if not isinstance(found, dict):
         raise ValueError("it holds no JSON object")
-    return found
+    whole = {key: found.get(key) or kind() for key, kind in KINDS.items()}
+    for key, kind in KINDS.items():
+        if not isinstance(whole[key], kind) or (kind is list and not all(isinstance(row, dict) for row in whole[key])):
+            raise ValueError(f"its {key!r} is not what retrofit writes")
+    return whole
 
 
 def _lines(text: str) -> list[Row]:
@@ -144,11 +134,10 @@ def _lines(text: str) -> list[Row]:
     entries = []
     for line in text.splitlines():
         try:
-            entry = json.loads(line)
+            entries.append(json.loads(line))
         except (ValueError, RecursionError):
             continue
-        if isinstance(entry, dict):
-            entries.append(entry)
+    entries = [entry for entry in entries if isinstance(entry, dict)]
     if not entries:
         raise ValueError("no line of it is a JSON object")
     return entries
@@ -156,7 +145,7 @@ def _lines(text: str) -> list[Row]:
 
 def _rows(text: str) -> list[Row]:
     found = json.loads(text)
-    rows = records(found.get("rows") if isinstance(found, dict) else found)
+    rows = _summary(found if isinstance(found, dict) else {"rows": found})["rows"]
     if not any("name" in row and ("length" in row or "context" in row) for row in rows):
         raise ValueError("none of its rows has a name and a length: it is not what `retrofit bench ... --json` writes")
-    return rows
+    return [{**row, "name": str(row.get("name")), "length": row.get("length", row.get("context"))} for row in rows]

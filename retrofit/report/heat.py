@@ -1,54 +1,50 @@
 """Heat maps of an evaluation: what share was recalled or found, by length and by depth or number of bindings."""
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from retrofit.report.collect import Row, names, number, records
-from retrofit.report.style import PAPER, TEACHER, WIDTH, Picture, plain, styled, tokens
+from retrofit.report.collect import Row, number
+from retrofit.report.drawing import TEACHER, WIDTH, Picture, plain, styled, tokens
 
-SECTION = "Recall and needles"
-COLOURS = "cividis"  # even steps for colour-blind readers and on paper
-
-
-def heat_pictures(evaluation: Row) -> Iterator[Picture]:
-    """Keyed recall by bindings and length, then each needle task by depth and length."""
-    rows = names(evaluation.get("rows"))
-    recall = records(evaluation.get("recall"))
-    yield from _picture("recall", "Keyed recall", recall, rows, ("bindings", "bindings", 1), "recalled")
-    grid = records(evaluation.get("needle_grid"))
-    for task in dict.fromkeys(str(entry.get("task")) for entry in grid):
-        cells = [entry for entry in grid if str(entry.get("task")) == task]
-        safe = "".join(c if c.isascii() and c.isalnum() else "-" for c in task)[:60]
-        yield from _picture(f"needles-{safe}", f"Needles: {task}", cells, rows, ("depth", "depth, %", 100), "found")
+NAN = float("nan")
 
 
-def _picture(
+def heat_map(
     name: str, title: str, cells: list[Row], rows: Sequence[str], down: tuple[str, str, int], verb: str
 ) -> Iterator[Picture]:
-    """A panel per row of the evaluation; nothing if no panel has a figure."""
+    """A panel per row of the evaluation; nothing if no panel has a figure.
+
+    Args:
+        cells: with ``length``, the key named in ``down``, and a share for each row.
+        down: key, label and scale of the vertical axis.
+    """
     key, label, scale = down
     whole = [cell for cell in cells if number(cell.get("length")) is not None and number(cell.get(key)) is not None]
     lengths = sorted({float(cell["length"]) for cell in whole})
     depths = sorted({float(cell[key]) for cell in whole})
     panels: dict[str, list[list[float]]] = {}
     for row in rows:
-        found = {(float(cell[key]), float(cell["length"])): number(cell.get(row)) for cell in whole}
-        table = [[_percent(found.get((depth, length))) for length in lengths] for depth in depths]
-        if any(value == value for line in table for value in line):  # NaN is unequal to itself
+        shares = {(float(cell[key]), float(cell["length"])): number(cell.get(row)) for cell in whole}
+        found = {place: 100 * share for place, share in shares.items() if share is not None}
+        table = [[found.get((depth, length), NAN) for length in lengths] for depth in depths]
+        if found:
             panels[row] = table
     if not panels:
         return
     samples = sorted({int(number(cell.get("samples")) or 0) for cell in whole})
     note = f"{samples[0]}{f' to {samples[-1]}' if len(samples) > 1 else ''} samples per cell; k = 1,024 tokens."
-    if TEACHER in panels and not _mean(panels[TEACHER]):
+    means = {row: fmean(value for line in table for value in line if value == value) for row, table in panels.items()}
+    if means.get(TEACHER) == 0:
         note += " The teacher itself does none of it: where the base cannot, no memory can."
-    means = {row: _mean(table) for row, table in panels.items()}
     alt = f"Heat maps of the share {verb} by length and {key}; means: " + "; ".join(
         f"{plain(row)} {mean:.0f} %" for row, mean in means.items()
     )
-    yield Picture(name, SECTION, title, f"{alt}.", _draw(panels, lengths, depths, label, scale, verb), note)
+    yield Picture(
+        name, "Recall and needles", title, f"{alt}.", _draw(panels, lengths, depths, label, scale, verb), note
+    )
 
 
 def _draw(
@@ -66,7 +62,7 @@ def _draw(
         grid: Any = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
         image: Any = None
         for index, (axes, (row, table)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
-            image = axes.pcolormesh(table, cmap=COLOURS, vmin=0, vmax=100, edgecolors=PAPER, linewidth=0.6)
+            image = axes.pcolormesh(table, cmap="cividis", vmin=0, vmax=100, edgecolors="white", linewidth=0.6)
             for at, line in enumerate(table):
                 for to, value in enumerate(line):
                     shown = "–" if value != value else f"{value:.0f}"
@@ -84,12 +80,3 @@ def _draw(
         figure.supylabel(label, fontsize=9)
         figure.colorbar(image, ax=grid, label=f"{verb}, %", aspect=28, pad=0.02).outline.set_visible(False)
     return figure
-
-
-def _percent(share: float | None) -> float:
-    return float("nan") if share is None else 100 * share
-
-
-def _mean(table: list[list[float]]) -> float:
-    values = [value for line in table for value in line if value == value]
-    return sum(values) / len(values)

@@ -1,10 +1,12 @@
 """The tables of a report: what training, the evaluation and the benchmark found, in words and figures as shown."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from retrofit.report.collect import Row, Run, names, number, record, records
-from retrofit.report.costs import SECTION, shown
+from retrofit.report.collect import Row, Run, number
+from retrofit.report.figures import shown
+
+Columns = Mapping[str, tuple[str, str]]
 
 TRAINING = {
     "window": ("window, tokens", ",.0f"),
@@ -14,6 +16,8 @@ TRAINING = {
     "state_bytes": ("state bytes per layer", ",.0f"),
     "seconds": ("fitted in, s", ",.0f"),
 }
+EVALUATION = {"window": TRAINING["window"], "sinks": ("sinks", ",.0f"), "state_bytes": TRAINING["state_bytes"]}
+EVALUATION |= {key: TRAINING[key] for key in ("kl", "kl_gap_closed", "nll")} | {"recall": ("keyed recall", ".1%")}
 COSTS = {
     "length": ("context, tokens", ",.0f"),
     "prefill_seconds": ("prefill, s", ",.3f"),
@@ -38,60 +42,46 @@ class Table:
 
 def tables(run: Run) -> Iterator[Table]:
     """Every table there is something for."""
-    trained = records(run.metrics.get("rows"))
-    if trained:
-        yield _table("Results", "Held-out rows, after training", trained, TRAINING)
+    yield from _table("Results", "Held-out rows, after training", run.metrics["rows"], TRAINING)
     yield from _evaluation(run.evaluation)
-    rows = [
-        {**row, "name": shown(str(row.get("name"))), "length": row.get("length", row.get("context"))}
-        for row in run.bench
-    ]
-    if rows:
-        yield _table(SECTION, "All lengths", rows, COSTS)
+    tasks = {name: part["scores"] for name, part in run.evaluation["benchmarks"].items()}
+    for title, scores in (tasks | {"lm-evaluation-harness": run.evaluation["harness"]}).items():
+        lines = [{**line, "name": " ".join(str(line[k]) for k in ("task", "metric") if line.get(k))} for line in scores]
+        figures = {str(row.get("name")): (str(row.get("name")), ".3f") for row in run.evaluation["rows"]}
+        yield from _table("Results", title, lines, figures)
+    yield from _table("Costs", "All lengths", [{**row, "name": shown(row["name"])} for row in run.bench], COSTS)
 
 
-def _table(section: str, title: str, rows: list[Row], columns: Mapping[str, tuple[str, str]]) -> Table:
-    """``rows`` under those of ``columns`` for which any has a figure."""
+def _table(section: str, title: str, rows: Iterable[Row], columns: Columns) -> Iterator[Table]:
+    """``rows``, if there are any, under those of ``columns`` for which any has a figure."""
+    rows = list(rows)
     there = {key: how for key, how in columns.items() if any(number(row.get(key)) is not None for row in rows)}
     body = [
         [str(row.get("name", "")), *(_cell(row.get(key), spec) for key, (_, spec) in there.items())] for row in rows
     ]
-    return Table(section, title, ["", *(header for header, _ in there.values())], body)
+    if rows:
+        yield Table(section, title, ["", *(header for header, _ in there.values())], body)
 
 
 def _evaluation(evaluation: Row) -> Iterator[Table]:
-    """A row per contender: what it is, the text, the probes; then the tasks, if there were any."""
-    contenders = records(evaluation.get("rows"))
-    found = names(contenders)
-    whole = next((entry for entry in records(evaluation.get("text")) if entry.get("beyond") is None), {})
-    same = record(evaluation.get("identity"))
-    recall, needles = records(evaluation.get("recall")), records(evaluation.get("needles"))
-    columns = {"window": ("window, tokens", ",.0f"), "sinks": ("sinks", ",.0f"), "state_bytes": TRAINING["state_bytes"]}
-    columns |= {key: TRAINING[key] for key in ("kl", "kl_gap_closed", "nll")} | {"recall": ("keyed recall", ".1%")}
-    columns |= {f"needle {at}": (str(entry.get("task")), ".1%") for at, entry in enumerate(needles)}
+    """A row per contender: what it is, the text, the probes."""
+    whole: Row = next((entry for entry in evaluation["text"] if entry.get("beyond") is None), {})
+    needles = {f"needle {at}": entry for at, entry in enumerate(evaluation["needles"])}
     rows = []
-    for contender in contenders:
+    for contender in evaluation["rows"]:
         name = str(contender.get("name"))
-        row = {**contender, **{key: record(whole.get(key)).get(name) for key in ("kl", "kl_gap_closed", "nll")}}
-        recalled = [value for entry in recall if (value := number(entry.get(name))) is not None]
+        row = {**contender, **{key: whole.get(key, {}).get(name) for key in ("kl", "kl_gap_closed", "nll")}}
+        recalled = [value for entry in evaluation["recall"] if (value := number(entry.get(name))) is not None]
         row["recall"] = sum(recalled) / len(recalled) if recalled else None
-        rows.append(row | {f"needle {at}": entry.get(name) for at, entry in enumerate(needles)})
-    if rows:
-        table = _table("Results", "Evaluation", rows, columns)
+        rows.append(row | {key: entry.get(name) for key, entry in needles.items()})
+    columns = EVALUATION | {key: (str(entry.get("task")), ".1%") for key, entry in needles.items()}
+    for table in _table("Results", "Evaluation", rows, columns):
+        same = evaluation["identity"]
         if same:
             table.header.append("equals its base up to S + W")
             for line in table.rows:
                 line.append("–" if line[0] not in same else "yes" if same[line[0]] is True else "NO")
         yield table
-    tasks = {name: records(record(part).get("scores")) for name, part in record(evaluation.get("benchmarks")).items()}
-    tasks["lm-evaluation-harness"] = records(evaluation.get("harness"))
-    for title, scores in tasks.items():
-        if scores:
-            lines = [
-                {**entry, "name": " ".join(str(entry[k]) for k in ("task", "metric") if entry.get(k))}
-                for entry in scores
-            ]
-            yield _table("Results", str(title), lines, {name: (name, ".3f") for name in found})
 
 
 def _cell(value: object, spec: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from distill.rows import PackedRows
+from distill.data.rows import PackedRows
 
 WORDS = 101
 TEXT_WORDS = 3000

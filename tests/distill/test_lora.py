@@ -101,8 +101,10 @@ def test_a_run_writes_both_adapters(
     ("settings", "said"),
     [
         ({"rank": 2}, "'rank' is not a field of peft.LoraConfig"),
-        ({"r": 0}, "peft does not take these settings"),
-        ({"target_modules": ["no_proj"]}, "peft does not take these settings"),
+        ({"rank_pattern": 3}, "peft refuses these settings"),
+        ({"target_modules": "(["}, "peft refuses these settings"),
+        ({"r": 0}, "peft refuses these settings"),
+        ({"target_modules": ["no_proj"]}, "peft refuses these settings"),
         ({"bias": "all"}, "bias 'all' would change the teacher too: leave it at 'none'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' would change the teacher too"),
         ({"modules_to_save": ["norm"]}, "modules_to_save .* would change the teacher too"),

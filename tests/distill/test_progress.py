@@ -3,11 +3,13 @@
 import io
 import re
 
+import pytest
 import torch
 from rich.console import Console
 from transformers import TrainerState
 
-from distill.progress import ProgressCallback, peak_bytes, progress_bar
+from distill.callbacks import ShowProgress
+from distill.progress import peak_bytes, progress_bar
 
 
 def test_a_bar_in_a_log_file_is_ten_lines_with_its_notes() -> None:
@@ -23,6 +25,18 @@ def test_a_bar_in_a_log_file_is_ten_lines_with_its_notes() -> None:
     assert "100/100 KL 0.01" in lines[-1]
 
 
+def test_a_slow_bar_says_something_every_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 100_000, 30))
+    monkeypatch.setattr("distill.progress.time.perf_counter", lambda: next(clock))
+    out = io.StringIO()
+    with progress_bar("distilling", 1000, console=Console(file=out, width=200)) as bar:
+        for done in range(1, 11):  # 30 s a step
+            bar.update(done)
+    assert [line.split()[1] for line in out.getvalue().splitlines() if line.endswith("left")] == [
+        f"{done}/1000" for done in (2, 4, 6, 8, 10)
+    ]
+
+
 def test_a_resumed_bar_starts_where_it_was() -> None:
     out = io.StringIO()
     with progress_bar("distilling", 100, done=90, console=Console(file=out, width=200)) as bar:
@@ -35,7 +49,7 @@ def test_the_progress_line_tells_kl_gap_memory_and_speed() -> None:
     out = io.StringIO()
     state = TrainerState(global_step=5)
     with progress_bar("distilling", 10, console=Console(file=out, width=200)) as bar:
-        callback = ProgressCallback(bar, 2048)
+        callback = ShowProgress(bar, 2048)
         callback.on_log(None, state, None, logs={"loss": 0.25})
         callback.on_log(None, state, None, logs={"eval_kl": 0.125, "eval_kl_gap_closed": 0.5})
         state.global_step = 6

@@ -14,14 +14,14 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import retrofit
 from distill import DistillTrainer, distill
 from distill.checkpoint import checkpoints, write_checksums
 from distill.recipe import Recipe
-from distill.run import _last_whole
+from distill.resume import last_whole
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS
 from tests.retrofit.test_convert import published, write_published
@@ -171,34 +171,31 @@ def test_resuming_with_other_settings_is_refused(recipe: Recipe) -> None:
         distill(changed(recipe, output=str(recipe.output) + "-other"), resume=True)
 
 
-@pytest.mark.parametrize(
-    "name", [WEIGHTS, "checksums.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
-)
-@pytest.mark.parametrize("how", ["cut", "missing", "zeros"])
+FILES = [WEIGHTS, "adapter_config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+
+
+@pytest.mark.parametrize("name", [*FILES, "checksums.json"])
+@pytest.mark.parametrize("how", ["cut", "missing", "changed"])
 def test_a_damaged_checkpoint_is_passed_over(
-    recipe: Recipe, name: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
     for step in (1, 2):
-        write_checkpoint(run / f"checkpoint-{step}")
-    assert _last_whole(recipe, run, Console(stderr=True), 1) == run / "checkpoint-2"
-    file = run / "checkpoint-2" / name
-    content = file.read_bytes()
-    middle = len(content) // 2  # of torch's archives and of safetensors: in a tensor
-    damaged = content[:-30] if how == "cut" else content[: middle - 20] + bytes(20) + content[middle:]
-    file.unlink() if how == "missing" else file.write_bytes(damaged)
-    assert _last_whole(recipe, run, Console(stderr=True, width=500), 1) == run / "checkpoint-1"
-    assert f"{run / 'checkpoint-2'} cannot be used, {name} is" in capsys.readouterr().err
+        write_checkpoint(tmp_path / f"checkpoint-{step}")
+    assert last_whole(tmp_path, Console(stderr=True)) == tmp_path / "checkpoint-2"
+    file = tmp_path / "checkpoint-2" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1  # one bit
+    file.unlink() if how == "missing" else file.write_bytes(content[:-30] if how == "cut" else content)
+    assert last_whole(tmp_path, Console(stderr=True, width=500)) == tmp_path / "checkpoint-1"
+    assert f"{tmp_path / 'checkpoint-2'} cannot be used, " in capsys.readouterr().err
 
 
 def write_checkpoint(folder: Path) -> None:
     """The files a checkpoint must have."""
     folder.mkdir(parents=True)
-    save_file({"x": torch.randn(500)}, folder / WEIGHTS)
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        torch.save({"x": torch.randn(500)}, folder / name)
-    state = {"global_step": int(folder.name.split("-")[-1]), "log_history": [{"step": i} for i in range(50)]}
-    (folder / "trainer_state.json").write_text(json.dumps(state))
+    for name in FILES:
+        (folder / name).write_bytes(bytes(range(256)) * 4)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": int(folder.name.split("-")[-1])}))
     write_checksums(folder)
 
 
@@ -226,6 +223,31 @@ def test_a_run_does_not_replace_what_it_reads(recipe: Recipe, what: str) -> None
     with pytest.raises(RetrofitError, match="which is read here"):
         distill(changed(recipe, output=str(read if read.is_dir() else read.parent)), overwrite=True)
     assert read.exists()
+
+
+def test_weights_that_are_not_finite_after_the_last_step_are_not_exported(recipe: Recipe) -> None:
+    with pytest.raises(RetrofitError, match="weights are not finite after step 1"):
+        distill(changed(recipe, lr=1e300, warmup=0.0, steps=1))
+    assert {path.name for path in Path(str(recipe.output)).iterdir()} <= {"log.jsonl", "recipe.yaml", "run.json"}
+
+
+def test_drafts_of_a_killed_run_are_cleaned(recipe: Recipe) -> None:
+    run = Path(str(recipe.output))
+    distill(changed(recipe, steps=1))
+    names = {path.name for path in run.iterdir()}
+    for name in (".model.abc", ".adapter.old.x1", ".saving"):
+        (run / name).mkdir()
+    distill(changed(recipe, steps=1), resume=True)
+    assert {path.name for path in run.iterdir()} == names
+
+
+def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(recipe: Recipe) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(recipe.base))
+    tokenizer.add_tokens(["w200", "w201"])
+    tokenizer.save_pretrained(str(recipe.base))
+    with pytest.raises(RetrofitError, match="the tokenizer has ids up to 102, the base has embeddings for 101 tokens"):
+        distill(recipe)
+    assert not Path(str(recipe.output)).exists()
 
 
 BAD = {

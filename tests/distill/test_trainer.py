@@ -9,17 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerFast
 
 import retrofit
 from distill import DistillArguments, DistillTrainer
 from distill.arguments import CHECKPOINTING
-from distill.checkpoint import checkpoints
-from distill.data import load_rows
+from distill.checkpoint import checkpoints, damage
+from distill.data.rows import PackedRows
+from distill.data.split import load_rows
 from distill.objective import Objective
-from distill.rows import PackedRows
 from patches.errors import RetrofitError
-from retrofit.evaluate import evaluate
+from retrofit.evaluation.scores import evaluate
 
 Model = Any
 
@@ -238,6 +238,67 @@ def test_checkpoints_hold_the_memory_and_not_the_base(
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_the_best_checkpoint_is_kept_and_loaded(
+    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    kls = iter([0.3, 0.1, 0.2, 0.2, 0.25])
+    monkeypatch.setattr(DistillTrainer, "_kl_by_distance", lambda self, one, data: {"": next(kls, 0.3)})
+    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_total_limit": limit}
+    trainer = make_trainer(model, rows, tmp_path, load_best_model_at_end=True, **settings)
+    trainer._window_only_kl["eval"] = trainer.eval_dataset, {"": 1.0}
+    trainer.train()
+    best = tmp_path / "checkpoint-2"
+    assert Path(trainer.state.best_model_checkpoint) == best
+    assert trainer.state.best_metric == 0.1
+    saved = load_file(best / "adapter_model.safetensors")
+    for name, parameter in memory(model).items():
+        assert torch.equal(parameter, saved[f"base_model.model.{name}"]), name
+    kept = [int(folder.name.split("-")[1]) for folder in checkpoints(tmp_path)]
+    assert kept == {None: [1, 2, 3, 4], 1: [2], 2: [2, 4]}[limit]
+    last = json.loads((checkpoints(tmp_path)[-1] / "trainer_state.json").read_text())
+    assert Path(last["best_model_checkpoint"]) == best
+    assert damage(best) == ""
+
+
+def test_early_stopping_stops_at_the_step_after_the_best(
+    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kls = iter([0.3, 0.1, 0.2, 0.05])
+    monkeypatch.setattr(DistillTrainer, "_kl_by_distance", lambda self, one, data: {"": next(kls)})
+    settings = {"max_steps": 9, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    stop = [EarlyStoppingCallback(1)]
+    trainer = make_trainer(model, rows, tmp_path, stop, load_best_model_at_end=True, **settings)
+    trainer._window_only_kl["eval"] = trainer.eval_dataset, {"": 1.0}
+    trainer.train()
+    assert (trainer.state.global_step, trainer.state.best_global_step) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "said"),
+    [
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
+        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
+        ({}, {"ACCELERATE_USE_FSDP": "true"}, "FSDP"),
+        ({}, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "context and tensor parallelism"),
+    ],
+)
+def test_what_the_trainer_would_ignore_is_refused(
+    model: Model,
+    rows: PackedRows,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    environment: dict[str, str],
+    said: str,
+) -> None:
+    args = DistillArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, **settings)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RetrofitError, match=f"DistillTrainer does not support {said}: "):
+        DistillTrainer(model, args, rows)
+
+
 def test_a_failed_save_leaves_no_checkpoint(
     model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +309,17 @@ def test_a_failed_save_leaves_no_checkpoint(
     with pytest.raises(RetrofitError, match=r"checkpoint of step 2 cannot be written to .*No space left on device"):
         make_trainer(model, rows, tmp_path).train()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_without_torchs_source_files(
+    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file data/2")
+
+    monkeypatch.setattr(DistillTrainer, "_save_rng_state", full)
+    with pytest.raises(RetrofitError, match=r"cannot be written to .* \(the disk or a quota is full\)"):
+        make_trainer(model, rows, tmp_path).train()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -31,8 +31,8 @@ def test_json_round_trip() -> None:
         ({"sinks": -1}, "0 or more"),
         ({"sinks": 1.5}, "whole number"),
         ({"sinks": None}, "whole number"),
-        ({"others": "nothing"}, "use 'full' or 'window'"),
-        ({"others": []}, "use 'full' or 'window'"),
+        ({"others": "nothing"}, "one of full, window"),
+        ({"others": []}, "one of full, window"),
         ({"layers": 1}, "give a list of layer indices"),
         ({"layers": "01"}, "give a list of layer indices"),
         ({"layers": ["a"]}, "give a list of layer indices"),
@@ -42,7 +42,7 @@ def test_json_round_trip() -> None:
         ({"kind": 3}, "needs a name as its kind"),
         ({"options": [1]}, "a mapping as its options"),
         ({"options": None}, "a mapping as its options"),
-        ({"rotary_dtype": "int8"}, "use 'float16'"),
+        ({"rotary_dtype": "int8"}, "one of float16"),
         ({"windw": 3}, r"did you mean 'window'\?"),
     ],
 )
@@ -71,9 +71,9 @@ def test_layers_that_the_model_has_not(layers: list[int]) -> None:
 
 
 def test_the_nearest_name_is_suggested() -> None:
-    with pytest.raises(RetrofitError, match=r"did you mean 'ahn-gdn'\?.*choose one of .*ahn-dn"):
+    with pytest.raises(RetrofitError, match=r"one of .*ahn-dn.*did you mean 'ahn-gdn'\?"):
         find_kind("ahn-gnd")
-    with pytest.raises(RetrofitError, match="unknown memory 'xyzzy': choose"):
+    with pytest.raises(RetrofitError, match="memory: 'xyzzy' is not one of"):
         find_kind("xyzzy")
     assert nearest("windw", ["window", "sinks"]) == " (did you mean 'window'?)"
     assert nearest("xyzzy", ["window"]) == ""

@@ -240,10 +240,10 @@ def test_there_is_nothing_to_train(make_base, kind):
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        ("tova", {"scope": "heads"}, "scope='heads' is not known.*did you mean 'head'"),
-        ("tova", {"prefill": "once"}, "use 'token' or 'chunk' or 'full'"),
+        ("tova", {"scope": "heads"}, "scope: 'heads' is not one of .*did you mean 'head'"),
+        ("tova", {"prefill": "once"}, "one of token, chunk, full"),
         ("h2o", {"chunk": 0}, "chunk=0: give a whole number"),
-        ("tova", {"positions": "rope"}, "use 'true' or 'lnln'"),
+        ("tova", {"positions": "rope"}, "one of true, lnln"),
         ("tova", {"protect_newest": 1}, "protect_newest=1"),
         ("tova", {"heavy": 4}, "no option 'heavy'"),
         ("h2o", {"heavy": -1}, "heavy=-1"),

@@ -131,8 +131,8 @@ def test_long_keys_stay_finite(write: str) -> None:
     ("options", "message"),
     [
         ({"write": "linaer"}, "did you mean 'linear'"),
-        ({"positions": "rope"}, "'rotated' or 'none'"),
-        ({"population": 3}, "'evicted' or 'all'"),
+        ({"positions": "rope"}, "one of rotated, none"),
+        ({"population": 3}, "one of evicted, all"),
         ({"rule": "delta"}, "no option 'rule'"),
     ],
     ids=str,

@@ -166,7 +166,7 @@ def test_closed_until_opened(make_base: MakeBase, branches: str) -> None:
     ("options", "says"),
     [
         ({"branches": "liner"}, "did you mean 'linear'"),
-        ({"branches": 2}, "use 'both' or 'linear'"),
+        ({"branches": 2}, "one of both, linear"),
         ({"branch": "linear"}, "did you mean 'branches'"),
     ],
 )

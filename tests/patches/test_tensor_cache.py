@@ -197,7 +197,7 @@ def test_long_keys_never_make_it_diverge() -> None:
     ("options", "message"),
     [
         ({"rule": "outre"}, "did you mean 'outer'"),
-        ({"population": "some"}, "'evicted' or 'all'"),
+        ({"population": "some"}, "one of evicted, all"),
         ({"rule": "delta", "normalize_keys": False}, "diverges"),
         ({"slots": 0}, "slots=0"),
         ({"slots": 2, "top_k": 3}, "top_k=3"),

@@ -129,7 +129,7 @@ def test_wrong_tensors_are_named(edit: str, base: PreTrainedModel, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"_ahn_implementation": "Mamba"}, "unknown AHN 'Mamba' .did you mean 'Mamba2'"),
+        ({"_ahn_implementation": "Mamba"}, "'Mamba' is not one of .*did you mean 'Mamba2'"),
         ({"_ahn_implementation": None}, "not published AHN weights"),
         ({"use_q_proj": True}, "use_q_proj=True, which is not supported"),
         ({"fa_layer_ids": "0,1"}, "fa_layer_ids='0,1'"),

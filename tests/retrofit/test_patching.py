@@ -128,7 +128,7 @@ def test_a_model_can_be_copied(make_base: MakeBase) -> None:
     ("how", "says"),
     [
         ({"memory": "ahn-gnd"}, r"did you mean 'ahn-gdn'\?"),
-        ({"memory": 5}, "choose one of none"),
+        ({"memory": 5}, "one of none"),
         ({"windw": 3}, "no option 'windw'"),
         ({"window": 0}, "1 or more"),
         ({"window": 8.0}, "whole number"),
@@ -136,7 +136,7 @@ def test_a_model_can_be_copied(make_base: MakeBase) -> None:
         ({"layers": [7]}, r"not a layer of this base \(0 to 1\)"),
         ({"layers": []}, "leave it out"),
         ({"layers": 1}, "list of layer indices"),
-        ({"others": "none"}, "use 'full' or 'window'"),
+        ({"others": "none"}, "one of full, window"),
         ({"model_kwargs": {"dtype": "auto"}}, "with a path or id"),
     ],
 )
@@ -148,7 +148,7 @@ def test_what_is_refused(how: dict[str, Any], says: str, make_base: MakeBase) ->
 
 @pytest.mark.parametrize("memory", [None, ["ahn-gdn"], {}])
 def test_a_memory_that_is_no_name(memory: Any, make_base: MakeBase) -> None:
-    with pytest.raises(RetrofitError, match="unknown memory"):
+    with pytest.raises(RetrofitError, match=r"memory: .* is not one of"):
         retrofit.patch(make_base("Qwen2"), memory, W)
 
 

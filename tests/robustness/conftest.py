@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import retrofit
+from retrofit.convert import published_name
 from retrofit.export import export_model
 from retrofit.loading import load_base, load_tokenizer
 from tests.robustness.inputs import EXAMPLES, TALLY
@@ -25,7 +26,7 @@ def whole(byte_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     ahn = folder / "ahn"
     ahn.mkdir()
     (ahn / "config.json").write_text('{"_ahn_implementation": "GatedDeltaNet", "num_hidden_layers": 2}')
-    weights = {name.replace(".self_attn.memory.", ".ahn.fn."): p.clone() for name, p in model.memory_parameters()}
+    weights = {published_name("ahn-gdn", name): p.clone() for name, p in model.memory_parameters()}
     weights |= {f"model.layers.{i}.ahn.fn.D": torch.ones(4) for i in range(2)}
     save_file(weights, ahn / "model.safetensors")
     shutil.copytree(byte_checkpoint, folder / "base")

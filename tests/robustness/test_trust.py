@@ -161,7 +161,7 @@ def test_data_with_a_pickle_or_a_script_in_its_folder(tmp_path: Path, byte_check
             (folder / f"{folder.name}.py").write_bytes(content)
         done = run("distill", byte_checkpoint, "--data", folder, "-o", tmp_path / "out")
         assert done.exit_code == 2, done.output
-        assert "cannot be read as a dataset" in done.stderr
+        assert "cannot be read: " in done.stderr
     assert not marker.exists()
 
 
@@ -178,7 +178,7 @@ def test_no_source_trusts_remote_code() -> None:
                 if keyword.arg == "trust_remote_code" and not distrusted:
                     trusting.append((file.relative_to(ROOT).as_posix(), name))
         assert '"trust_remote_code": True' not in file.read_text(encoding="utf-8"), file
-    assert trusting == [("distill/demo_reload.py", "AutoModelForCausalLM.from_pretrained")]
+    assert trusting == [("distill/demo/reload.py", "AutoModelForCausalLM.from_pretrained")]
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "evil", None])

@@ -183,7 +183,7 @@ def test_the_command(byte_checkpoint: Path, adapter: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--probe", "needle"), "unknown probe 'needle'"),
+        (("--probe", "needle"), "probe: 'needle' is not one of"),
         (("--data", "nowhere.txt"), "there is no file or folder nowhere.txt"),
         (("--chat",), "has no chat template"),
         (("--probe", "recall", "--length", 60, "--bindings", 99), "99 bindings do not fit into 60 tokens"),
@@ -254,5 +254,5 @@ def test_benchmarks_harness_and_sizes_beside_one_another(settings: Settings, tmp
 def test_sizes_want_a_text(settings: Settings) -> None:
     with pytest.raises(RetrofitError, match="needs a text: give --data"):
         replace(settings, data=None, sizes=(64,))
-    with pytest.raises(RetrofitError, match="there is no benchmark 'longbanch'"):
+    with pytest.raises(RetrofitError, match="benchmark: 'longbanch' is not one of"):
         replace(settings, benchmarks=("longbanch",))

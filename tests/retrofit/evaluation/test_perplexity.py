@@ -8,8 +8,8 @@ import torch
 
 import retrofit
 from patches.errors import RetrofitError
-from retrofit.evaluate import evaluate
 from retrofit.evaluation.perplexity import POLICIES, perplexity, perplexity_by_size, read_sequences, table
+from retrofit.evaluation.scores import evaluate
 from tests.conftest import tiny_base
 from tests.helpers import tokens
 

@@ -127,7 +127,7 @@ def test_a_template_that_refuses(byte_tokenizer: PreTrainedTokenizerFast) -> Non
 
 
 def test_what_cannot_be_asked(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(RetrofitError, match=r"unknown probe 'niah_single_4' \(did you mean 'niah_single_"):
+    with pytest.raises(RetrofitError, match=r"probe: 'niah_single_4' is not one of .*did you mean 'niah_single_"):
         made("niah_single_4", byte_tokenizer)
     with pytest.raises(RetrofitError, match="each lies between 0"):
         made("passkey", byte_tokenizer, depths=(1.5,))

@@ -11,10 +11,9 @@ import pytest
 
 from patches.errors import RetrofitError
 from retrofit.report.collect import Run, collect, number
-from retrofit.report.page import page
-from retrofit.report.style import DARK, Styles
-from retrofit.report.training import thinned
-from retrofit.report.write import pictures, report
+from retrofit.report.drawing import Styles, thinned
+from retrofit.report.figures import pictures
+from retrofit.report.page import page, report
 from tests.retrofit.report.runs import NASTY, training, write_run
 
 ALL = {
@@ -44,7 +43,7 @@ def test_a_whole_run(run: Path) -> None:
         "0.0050",
         "95.0%",
         "retrofit distill joint",
-        "memory: &quot;joint&quot;",
+        "memory: &#34;joint&#34;",
         "12,345",
         "2.99.9",
         "passkey",
@@ -75,10 +74,9 @@ def test_the_page_asks_nothing_of_a_network_and_its_colours_follow_the_theme(run
     links = set(re.findall(r'(?:src|href)="([^"]*)"', text))
     assert all(link.startswith(("#", "data:")) for link in links), links
     assert "<script" not in text
-    style, figures = text[: text.index("</style>")], text[text.index("</style>") :]
-    for colour, dark in DARK.items():
-        assert f": {dark}" in style
-        assert colour not in figures
+    assert "prefers-color-scheme: dark" in text
+    for svg in re.findall(r"<svg role.*?</svg>", text, flags=re.DOTALL):
+        assert '<g id="paper">' in svg  # its white is taken away
 
 
 def test_what_files_say_is_never_markup(tmp_path: Path) -> None:
@@ -198,7 +196,7 @@ def test_an_earlier_report_is_replaced_and_nothing_else(run: Path, tmp_path: Pat
     report(run)
     mine = tmp_path / "mine.html"
     mine.write_text("<html>mine</html>")
-    with pytest.raises(RetrofitError, match="no report of ours"):
+    with pytest.raises(RetrofitError, match="retrofit did not write it"):
         report(run, mine)
     with pytest.raises(RetrofitError, match=r"ends in \.html"):
         report(run, run / "metrics.json")
@@ -260,4 +258,4 @@ def test_without_matplotlib(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(RetrofitError, match=r"retrofit-lm\[report\]"):
-        __import__("retrofit.report.write")
+        __import__("retrofit.report.page")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from retrofit.report.write import report
+from retrofit.report.page import report
 from tests.retrofit.report.runs import NASTY, write_run
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -1,0 +1,155 @@
+"""Around the steps of a run: checks of its numbers, the log file, the progress line, and stopping on a signal."""
+
+import json
+import math
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from distill.parallel.processes import any_of
+from distill.progress import Bar, peak_bytes
+from patches.errors import RetrofitError
+from retrofit.files import write_text
+from retrofit.head import gathered
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class FiniteOnly(TrainerCallback):
+    """Stops the run of ``trainer``, a :class:`distill.trainer.DistillTrainer`, at a NaN or an infinite number."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Look at the gradients before they are applied; DeepSpeed has applied them in its backward pass.
+
+        Raises:
+            RetrofitError: one is not finite; the step is named.
+        """
+        if self.trainer.is_deepspeed_enabled:
+            norm = self.trainer.deepspeed.get_global_grad_norm()
+            finite = norm is None or 0 <= float(norm) < math.inf  # DeepSpeed says -1 where there is none
+        else:
+            gradients = [parameter.grad for parameter in self._trained() if parameter.grad is not None]
+            finite = bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all())
+        if not finite:
+            raise RetrofitError(
+                f"the gradient is not finite at step {state.global_step + 1}: the run stopped and saved nothing of "
+                "this step; start again with a smaller learning rate, or look at the data it had reached"
+            )
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Look at the weights after the last step, and before each checkpoint and evaluation.
+
+        Raises:
+            RetrofitError: one is not finite; the step is named.
+        """
+        if not (control.should_save or control.should_evaluate or control.should_training_stop):
+            return  # the loss of the next step would show it
+        with gathered(self._trained()):
+            finite = all(parameter.isfinite().all() for parameter in self._trained())
+        if not finite:
+            raise RetrofitError(
+                f"the memory's weights are not finite after step {state.global_step}: the run stopped and saved "
+                "nothing of this step; start again with a smaller learning rate"
+            )
+
+    def _trained(self) -> list[Any]:
+        """The memory's parameters, and LoRA's."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+class StopOnSignal(TrainerCallback):
+    """Turns the first SIGINT or SIGTERM into a checkpoint and the end of the run, after the step that is running.
+
+    Use it as a context manager too. A second signal stops at once. A signal reaches the processes of a run in different
+    steps, or only some of them: they agree at the end of each step.
+
+    Attributes:
+        received: whether this process was asked to stop.
+        stopped: whether the run stops, because some process was asked to.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.received = self.stopped = False
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopOnSignal":
+        self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Ask the trainer to save and stop, once a signal has come."""
+        self.stopped = any_of(self.received, args.device)
+        if self.stopped:
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def _receive(self, _number: int, _frame: FrameType | None) -> None:
+        self.received = True
+        self._restore()
+        self.console.print("The run stops after this step and writes a checkpoint. Press Ctrl-C again to stop at once.")
+
+    def _restore(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+
+class ShowProgress(TrainerCallback):
+    """Shows what the trainer logs in a :class:`distill.progress.Bar`."""
+
+    def __init__(self, bar: Bar, tokens_per_step: int) -> None:
+        self.bar, self.tokens_per_step = bar, tokens_per_step
+        self.notes: dict[str, str] = {}
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Show the last KL, memory and, once there was an evaluation, the held-out share of the gap closed."""
+        if "loss" in logs:
+            self.notes["kl"] = f"KL {logs['loss']:.4f}"
+        if "eval_kl_gap_closed" in logs:
+            self.notes["gap"] = f"held out {logs['eval_kl']:.4f} ({logs['eval_kl_gap_closed']:.0%} closed)"
+        notes = [*self.notes.values(), f"{peak_bytes() / 2**30:.1f} GiB"]
+        self.bar.update(state.global_step, ", ".join(notes), self.tokens_per_step)
+
+
+class RunLog(TrainerCallback):
+    """Appends everything logged to a JSONL file, with the seconds of training so far and the peak of memory in bytes.
+
+    The trainer's state holds the same entries, so that a resumed run first drops those after its checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._began = self._before = 0.0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start from the history in the trainer's state."""
+        self._began, self._before = time.perf_counter(), seconds(state)
+        if state.is_world_process_zero:
+            write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in state.log_history))
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Write one line."""
+        state.log_history[-1]["memory_bytes"] = peak_bytes()
+        state.log_history[-1]["seconds"] = self._before + time.perf_counter() - self._began
+        if state.is_world_process_zero:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(state.log_history[-1]) + "\n")
+
+
+def seconds(state: TrainerState) -> float:
+    """Seconds a run has trained for, without interruptions."""
+    return state.log_history[-1]["seconds"] if state.log_history else 0.0

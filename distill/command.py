@@ -1,0 +1,164 @@
+"""The verbs that teach: ``retrofit demo`` and ``retrofit distill``, and the recipes they read."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill.recipe import Recipe, load_recipe, read_recipe, shipped_recipes
+from patches.errors import RetrofitError
+from retrofit.files import check_file, check_output, write_bytes
+from retrofit.options import Json, Memory, Options, Output, Overwrite, Seed, Verbs, flags, pairs
+from retrofit.siblings import HERE
+
+app = Verbs()
+recipes = Verbs(help="List, show, copy and check recipes.")
+app.add_typer(recipes, name="recipes")
+
+
+@app.verb("retrofit demo --seed 1 --json rows.json")
+def demo(
+    memory: Memory = "ahn-gdn",
+    seed: Seed = 0,
+    output: Output = Path("runs/demo"),
+    overwrite: Overwrite = False,
+    json_file: Json = None,
+) -> None:
+    """Run the whole job on a small made-up example.
+
+    It teaches a small model, gives it a memory, distils, compares, saves, loads and generates.
+    """
+    if memory == "all":
+        from distill.demo.every_kind import run_all
+
+        run_all(seed=seed, output=output, json_file=json_file, overwrite=overwrite)
+    else:
+        from distill.demo.run import run_demo
+
+        run_demo(memory=memory, seed=seed, output=output, json_file=json_file, overwrite=overwrite)
+
+
+@app.verb(
+    "retrofit distill Qwen/Qwen2.5-0.5B --data corpus.txt --window 512 --seq-len 4096 -o runs/first",
+    "retrofit distill my-recipe.yaml --seed 1 --eval-steps 50 -o runs/second",
+    "retrofit distill qwen2.5-7b-ahn-gdn --dry-run",
+)
+@flags(Recipe)
+def distill(
+    source: Annotated[
+        str, typer.Argument(metavar="BASE|RECIPE", help="A checkpoint, a recipe file, or the name of a shipped recipe.")
+    ],
+    option: Options = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another way to set any recipe key.")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines; run the same command on each of them.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
+    master_addr: Annotated[str | None, typer.Option(help="Address of machine 0.")] = None,
+    master_port: Annotated[int, typer.Option(min=1, help="A free port of machine 0.")] = 29500,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what the run will take, without any weights.")
+    ] = False,
+    utilisation: Annotated[
+        float, typer.Option(min=1e-3, max=1, help="For --dry-run: share of the peak that a GPU reaches.")
+    ] = 0.45,
+    peak_tflops: Annotated[
+        float, typer.Option(min=1e-3, help="For --dry-run: peak of a GPU; the default is that of an H100 or H200.")
+    ] = 989,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in DIR.")] = False,
+    overwrite: Overwrite = False,
+    json_file: Json = None,
+    **given: Any,
+) -> None:
+    """Fit a memory to BASE, or as RECIPE says.
+
+    The model with its memory learns to predict what it predicts with full attention. The run writes DIR/adapter,
+    DIR/model and DIR/metrics.json. Every key of a recipe has a flag, which overrides the recipe.
+    """
+    is_recipe = source in shipped_recipes() or Path(source).suffix in (".yaml", ".yml")
+    values = read_recipe(source) if is_recipe else {"base": source}
+    if option:
+        given["options"] = {**given.get("options", {}), **pairs("--option", option)}
+    recipe = Recipe.from_dict({**values, **given, **pairs("--set", set_)}, source if is_recipe else "flags")
+    read = [name for name in (source, recipe.base, recipe.init_adapter, recipe.deepspeed) if name is not None]
+    data = [] if recipe.data is None else [recipe.data]
+    if json_file is not None:
+        check_file(json_file, [*read, *data])
+    if dry_run:
+        from distill.dry_run import dry_run as look
+
+        look(recipe, peak_tflops=peak_tflops, utilisation=utilisation, json_file=json_file)
+        return
+    if recipe.output is not None and not resume:
+        check_output(recipe.output, overwrite=True, inputs=read, data=data)
+    from distill.parallel.launch import Machines, launch
+
+    machines = Machines(nproc, nnodes, node_rank, master_addr, master_port)
+    if machines.needed(deepspeed=recipe.deepspeed is not None):
+        launch([str(HERE / "cli.py"), *sys.argv[1:]], machines)
+        return
+    from distill.run import distill as run
+    from retrofit.table import write_rows
+
+    metrics = run(recipe, resume=resume, overwrite=overwrite)
+    if json_file is not None and metrics:  # the first process of several has them
+        write_rows(json_file, metrics["rows"])
+
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
+
+
+@recipes.verb("retrofit recipes ls")
+def ls() -> None:
+    """List the recipes that come with the package."""
+    shipped = shipped_recipes()
+    width = max(map(len, shipped), default=0)
+    for name, path in shipped.items():
+        typer.echo(f"{name:{width}}  {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+
+
+@recipes.verb("retrofit recipes show small-text-ahn-gdn")
+def show(recipe: RecipeName) -> None:
+    """Print a recipe's file with its comments."""
+    typer.echo(_file(recipe).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes.verb("retrofit recipes cp small-text-ahn-gdn my-recipe.yaml")
+def cp(
+    recipe: RecipeName,
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Copy a recipe to a file that you can edit."""
+    path = _file(recipe)
+    if target.exists() and not overwrite:
+        raise typer.BadParameter(f"{target} exists: choose another name or pass --overwrite")
+    write_bytes(target, path.read_bytes())
+
+
+@recipes.verb("retrofit recipes check my-recipe.yaml")
+def check(
+    names: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="Files or shipped names.")] = None,
+) -> None:
+    """Check recipes.
+
+    Without an argument, those that come with the package are checked.
+    """
+    from distill.preflight import check_recipe
+
+    for name in names or shipped_recipes():
+        recipe = load_recipe(name)
+        try:
+            check_recipe(recipe)
+        except RetrofitError as error:
+            raise RetrofitError(f"{name}: {error}") from None
+        typer.echo(f"{name}: valid")
+
+
+def _file(path_or_name: str) -> Path:
+    """Where a recipe lies; the file must hold a valid one."""
+    load_recipe(path_or_name)
+    path = Path(path_or_name)
+    return path if path.is_file() else shipped_recipes()[path_or_name]

@@ -1,0 +1,154 @@
+"""What the trainer reads: packed rows of one length, conversations of many, and the collator that pads these."""
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import Dataset
+
+from distill.data.chat import IGNORED
+
+
+class PackedRows(Dataset):
+    """Rows of ``seq_len`` consecutive tokens of one long stream; the rest that fills no row is left out."""
+
+    def __init__(self, tokens: Tensor, seq_len: int) -> None:
+        """``tokens``: (n,) token ids, in order."""
+        count = len(tokens) // seq_len
+        self.rows = tokens[: count * seq_len].view(count, seq_len)
+
+    def head(self, count: int) -> "PackedRows":
+        """The first ``count`` rows, or all if there are fewer."""
+        return PackedRows(self.rows[:count].flatten(), self.rows.shape[1])
+
+    def batch(self) -> tuple[Tensor, None]:
+        """All rows (N, seq_len); no labels beside them, every token counts."""
+        return self.rows.long(), None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all rows."""
+        return self.rows.numel()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.rows[index].long()
+        # its number travels along, so that the trainer can name a row whose loss is not finite
+        return {"input_ids": row, "labels": row, "row": torch.tensor(index)}
+
+
+class ChatRows(Dataset):
+    """Conversations of different lengths, each a row, labelled where the assistant speaks and -100 elsewhere."""
+
+    def __init__(self, rows: Sequence[Any] | Any) -> None:
+        """``rows``: of :class:`~distill.data.tokens.TokenRows`; a list, or a ``datasets.Dataset`` in numpy format."""
+        self.rows = rows
+
+    def head(self, count: int) -> "ChatRows":
+        """The first ``count`` conversations, or all if there are fewer."""
+        return ChatRows([self.rows[index] for index in range(min(count, len(self)))])
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """All rows, right-padded to the longest: ids (N, T) and labels (N, T)."""
+        padded = PaddingCollator(0, multiple=1)([self[index] for index in range(len(self))])
+        return padded["input_ids"], padded["labels"]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**chat_item(self.rows[index]), "row": torch.tensor(index)}
+
+
+class EvenRows(Dataset):
+    """``rows`` with copies of the first one at the end, up to a multiple of ``by``; the copies score nothing.
+
+    So each of several processes gets as many rows. A sampler would fill up with rows that count twice.
+    """
+
+    def __init__(self, rows: Any, by: int) -> None:
+        self.rows, self.count = rows, -(-len(rows) // by) * by
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < len(self.rows):
+            return self.rows[index]
+        row = self.rows[0]
+        return {**row, "labels": torch.full_like(torch.as_tensor(row["labels"]), IGNORED)}
+
+
+@dataclass(frozen=True)
+class PaddingCollator:
+    """Pads rows on the right to the longest of the batch, rounded up to a multiple of ``multiple`` (8, as AHN's).
+
+    Returns:
+        ``input_ids``, ``labels`` (-100 in the padding) and ``attention_mask``, each (B, T) int64; ``row`` (B,), if
+        the rows have one.
+    """
+
+    pad_token_id: int
+    multiple: int = 8
+
+    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        width = max(len(row["input_ids"]) for row in rows)
+        shape = (len(rows), -(-width // self.multiple) * self.multiple)
+        batch = {
+            "input_ids": torch.full(shape, self.pad_token_id),
+            "labels": torch.full(shape, IGNORED),
+            "attention_mask": torch.zeros(shape, dtype=torch.long),
+        }
+        for number, row in enumerate(rows):
+            length = len(row["input_ids"])
+            batch["input_ids"][number, :length] = row["input_ids"]
+            batch["labels"][number, :length] = row["labels"]
+            batch["attention_mask"][number, :length] = 1
+        if all("row" in row for row in rows):
+            batch["row"] = torch.stack([row["row"] for row in rows])
+        return batch
+
+
+def longer_than(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+    """``batch`` with (B, T > ``length``) tokens, padded on the right if it was shorter.
+
+    Up to S + W tokens a model does not use its memory, so the memory would get no gradient, and processes that reduce
+    gradients (DDP, ZeRO) would wait for it for ever.
+    """
+    missing = length + 1 - batch["input_ids"].shape[1]
+    if missing <= 0:
+        return batch
+    fill = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
+    return batch | {key: pad(batch[key], (0, missing), value=value) for key, value in fill.items() if key in batch}
+
+
+def chat_item(row: Any) -> dict[str, Tensor]:
+    """``input_ids`` and ``labels`` (n,) int64 of one conversation."""
+    ids = torch.as_tensor(row["input_ids"]).long()
+    return {"input_ids": ids, "labels": ids.masked_fill(~torch.as_tensor(row["answer"]), IGNORED)}
+
+
+def pack(documents: Iterable[np.ndarray], seq_len: int) -> Generator[dict[str, Tensor], None, int]:
+    """``input_ids`` and ``labels`` (seq_len,) int64 of consecutive tokens, as rows fill.
+
+    Returns:
+        How many tokens are left over at the end, which fill none.
+    """
+    parts: list[np.ndarray] = []
+    waiting = 0
+    for tokens in documents:
+        parts.append(tokens)
+        waiting += len(tokens)
+        if waiting >= seq_len:
+            stream = torch.from_numpy(np.concatenate(parts)).long()
+            whole = waiting // seq_len * seq_len
+            for row in stream[:whole].view(-1, seq_len):
+                yield {"input_ids": row, "labels": row}
+            parts, waiting = [stream[whole:].numpy()], waiting - whole
+    return waiting

@@ -1,0 +1,71 @@
+"""The model that a run starts from: the patched base with a fresh memory, an adapter's or published AHN weights."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import set_seed
+
+import retrofit
+from distill.lora import add_lora
+from distill.recipe import Recipe
+from patches.config import MemoryConfig
+from patches.errors import RetrofitError
+from patches.kinds import find_kind
+from retrofit import adapter, convert
+from retrofit.fetch import fetch_folder
+
+
+def build_model(recipe: Recipe, *, fresh: bool = False) -> Any:
+    """Load the recipe's base, patch it, and put LoRA beside the memory if the recipe wants that.
+
+    Args:
+        fresh: ignore ``init_adapter``, because the weights come from a checkpoint.
+
+    Raises:
+        RetrofitError: the base cannot be loaded, or ``init_adapter`` is for another base or another memory.
+    """
+    model = _patched(recipe, fresh)
+    if recipe.lora:
+        add_lora(model, recipe.lora)
+    return model
+
+
+def _patched(recipe: Recipe, fresh: bool) -> Any:
+    base, _, _ = recipe.places()
+    loading = {"dtype": recipe.dtype}
+    set_seed(recipe.seed)
+    if recipe.init_adapter is None or fresh:
+        return retrofit.patch(
+            base,
+            memory=recipe.memory,
+            window=recipe.window,
+            sinks=recipe.sinks,
+            layers=recipe.layers,
+            others=recipe.others,
+            model_kwargs=loading,
+            **recipe.options,
+        )
+    files = [adapter.CONFIG, adapter.WEIGHTS, convert.CONFIG, convert.WEIGHTS]
+    folder = fetch_folder(recipe.init_adapter, files, "adapter or AHN weights", None, None)
+    if (folder / adapter.CONFIG).is_file():
+        model = retrofit.load_adapter(base, folder, model_kwargs=loading)
+    else:
+        model = retrofit.convert_ahn(base, folder, recipe.window, recipe.sinks, model_kwargs=loading)
+    _check_same_memory(recipe, MemoryConfig.from_dict(model.config.memory), folder)
+    model.set_window(window=recipe.window, sinks=recipe.sinks)
+    return model
+
+
+def _check_same_memory(recipe: Recipe, saved: MemoryConfig, folder: Path) -> None:
+    """Refuse weights of another memory than the recipe's; W and S may differ."""
+    read = find_kind(saved.kind).read_options
+    pairs = {
+        "memory": (recipe.memory, saved.kind),
+        "layers": (recipe.layers, saved.layers),
+        "others": (recipe.others, saved.others),
+    }
+    if recipe.memory == saved.kind:
+        pairs["options"] = (read(recipe.options), read(saved.options))
+    for key, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise RetrofitError(f"init_adapter: {folder} holds {key} {theirs!r}, the recipe asks for {ours!r}")

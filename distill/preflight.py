@@ -1,0 +1,65 @@
+"""What a run refuses before it loads its base: the recipe's memory, its reporters, its LoRA, its DeepSpeed file."""
+
+from typing import Any
+
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from distill.lora import check_settings
+from distill.parallel.zero import read_config
+from distill.recipe import Recipe
+from patches.errors import RetrofitError, nearest
+from patches.kinds import KINDS, find_kind
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Check everything about a recipe that can be known without its base.
+
+    Raises:
+        RetrofitError: a memory, one of its options, a reporter, a field of LoRA or a DeepSpeed file does not exist, or
+            the memory has nothing to fit.
+    """
+    find_trainable(recipe.memory).read_options(recipe.options)
+    _check_reporters(recipe.report_to)
+    if recipe.lora:
+        check_settings(recipe.lora)
+    read_config(recipe.deepspeed)
+
+
+def find_trainable(memory: str) -> Any:
+    """The class of a kind of memory that can be fitted.
+
+    Raises:
+        RetrofitError: there is no such kind, or it has nothing to fit.
+    """
+    kind = find_kind(memory)
+    if not kind.trainable:
+        choices = ", ".join(name for name, kind in KINDS.items() if kind.trainable)
+        raise RetrofitError(
+            f"memory {memory!r} has nothing to fit: choose one of {choices}, or export it with `retrofit patch`"
+        )
+    return kind
+
+
+def reporters(report_to: str) -> list[str]:
+    """``"wandb,tensorboard"`` as a list for ``TrainingArguments``; ``"none"`` is empty, ``"all"`` what is installed.
+
+    Raises:
+        RetrofitError: an unknown name, or one whose package is not installed.
+    """
+    names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
+    installed = get_available_reporting_integrations()
+    if names == ["all"]:
+        return installed
+    _check_reporters(report_to)
+    for name in names:
+        if name not in installed:
+            raise RetrofitError(f"report_to: {name!r} is not installed: pip install {name}, or remove it")
+    return names
+
+
+def _check_reporters(report_to: str) -> None:
+    known = ["none", "all", *INTEGRATION_TO_CALLBACK]
+    for name in filter(None, map(str.strip, report_to.split(","))):
+        if name not in known:
+            raise RetrofitError(f"report_to: unknown {name!r}{nearest(name, known)}")

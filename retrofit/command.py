@@ -1,0 +1,188 @@
+"""The verbs of a retrofit's life: patch, merge, convert, generate, push, and the doctor."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import retrofit
+from patches.errors import RetrofitError
+from retrofit.options import Adapter, Base, Json, Memory, Options, Output, Overwrite, Seed, Sinks, Verbs, Window, pairs
+
+app = Verbs()
+
+
+@app.verb(
+    "retrofit patch Qwen/Qwen2.5-0.5B --window 4096 --sinks 4 -o sinks-and-window",
+    "retrofit patch Qwen/Qwen2.5-0.5B --option layers=[0,2] --option others=window -o some-layers",
+    "retrofit patch Qwen/Qwen2.5-0.5B --memory expected --window 2048 --data corpus.txt -o chosen-rows",
+)
+def patch(
+    base: Base,
+    output: Output,
+    memory: Memory = "none",
+    window: Window = 4096,
+    sinks: Sinks = 4,
+    option: Options = None,
+    data: Annotated[
+        str | None, typer.Option(help="Text for a memory that calibrates (`expected`), of the kinds it will meet.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Export BASE with an untrained memory.
+
+    The export is a custom architecture with the weights and the tokenizer of BASE.
+    """
+    options = pairs("--option", option, taken=("base", "memory", "window", "sinks", "model_kwargs"))
+    from patches.kinds import find_kind
+
+    calibrates = find_kind(memory).calibrates
+    if calibrates != (data is not None):
+        needs = "measures queries on text: add --data FILE" if calibrates else "has nothing to calibrate: drop --data"
+        raise RetrofitError(f"memory {memory!r} {needs}")
+
+    def build() -> Any:
+        model = retrofit.patch(base, memory, window, sinks, **options)
+        if data is not None:
+            from retrofit.calibration import read_texts
+
+            retrofit.calibrate(model, read_texts(data, base))
+        return model
+
+    _export(build, [base], output, overwrite, data=[] if data is None else [data])
+
+
+@app.verb("retrofit merge Qwen/Qwen2.5-0.5B runs/first/adapter -o first-merged")
+def merge(base: Base, adapter: Adapter, output: Output, overwrite: Overwrite = False) -> None:
+    """Export BASE and ADAPTER as one model."""
+    _export(lambda: retrofit.load_adapter(base, adapter), [base, adapter], output, overwrite)
+
+
+@app.verb("retrofit convert Qwen/Qwen2.5-3B-Instruct ByteDance-Seed/AHN-GDN-for-Qwen-2.5-Instruct-3B -o ahn-gdn-3b")
+def convert(
+    base: Base,
+    ahn: Annotated[str, typer.Argument(metavar="AHN", help="Published AHN weights: a folder or a Hub id.")],
+    output: Output,
+    window: Window = 32640,
+    sinks: Sinks = 128,
+    overwrite: Overwrite = False,
+) -> None:
+    """Turn the AHN weights published for BASE into an adapter.
+
+    By default, W and S are those of AHN's evaluation beyond 32k tokens.
+    """
+    from retrofit.files import check_output
+
+    check_output(output, overwrite, inputs=[base, ahn])
+    model = retrofit.convert_ahn(base, ahn, window, sinks)
+    retrofit.save_adapter(model, output, overwrite)
+    added = sum(parameter.numel() for _, parameter in model.memory_parameters())
+    typer.echo(f"{output}: adapter, memory {model.config.memory['kind']}, {added:,} parameters")
+
+
+@app.verb(
+    'retrofit generate runs/first/model --prompt "Once upon a time" --max-new-tokens 200',
+    "retrofit generate runs/first/model --chat",
+)
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="An exported model, or the base of --adapter.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; with --chat, the only message.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Talk in the tokenizer's chat template; Ctrl-D ends.")] = False,
+    adapter: Annotated[str | None, typer.Option(help="Adapter: a folder or a Hub id.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the text or of each reply.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 takes the most likely token.")] = 0,
+    seed: Seed = 0,
+) -> None:
+    """Continue a prompt, or chat.
+
+    MODEL is an exported model, or a base to which --adapter gives a memory. The text is printed as it is generated.
+    """
+    if prompt is None and not chat:
+        raise typer.BadParameter("give --prompt TEXT to continue a text, or --chat to talk")
+    from retrofit.generation import Sampling, generate_text, load_for_generation
+
+    loaded, tokenizer = load_for_generation(model, adapter)
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    if prompt is not None and not chat:
+        generate_text(loaded, tokenizer, prompt, seed=seed, stream=True, **how)
+        return
+    from retrofit.chat import Chat, talk
+
+    conversation = Chat(loaded, tokenizer, Sampling(**how), seed)
+    if prompt is None:
+        talk(conversation)
+    else:
+        conversation.say(prompt, stream=True)
+
+
+@app.verb(
+    "retrofit push runs/first/adapter user/first",
+    "retrofit push runs/first/model user/first-model --private --revision v1",
+)
+def push(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of an adapter or of an exported model.")],
+    repo_id: Annotated[
+        str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub, created if it does not exist.")
+    ],
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
+    revision: Annotated[
+        str | None, typer.Option("--revision", "--branch", help="Branch to write to (default: main).")
+    ] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+) -> None:
+    """Upload an adapter or an exported model to the Hub.
+
+    Its card goes with it. The token is the one of `hf auth login` or HF_TOKEN.
+    """
+    typer.echo(retrofit.push_folder(path, repo_id, private=private or None, revision=revision, message=message))
+
+
+@app.verb("retrofit doctor", "retrofit doctor --json findings.json")
+def doctor(json_file: Json = None) -> None:
+    """Check what is installed and whether it works together.
+
+    It also shows which kernel runs each memory. Ends with status 1 if something is broken.
+    """
+    try:
+        from retrofit.doctor import BAD, COLUMNS, examine, rows
+        from retrofit.table import print_table, write_rows
+    except ImportError as error:
+        typer.echo(f"breaks: retrofit does not import ({error}): pip install -U --force-reinstall retrofit-lm")
+        raise typer.Exit(1) from None
+
+    findings = examine()
+    print_table("doctor", rows(findings), COLUMNS)
+    for finding in findings:
+        if finding.advice:
+            typer.echo(f"{finding.verdict}: {finding.name}: {finding.advice}")
+    if json_file is not None:
+        write_rows(json_file, rows(findings))
+    if any(finding.verdict == BAD for finding in findings):
+        raise typer.Exit(1)
+
+
+def _export(
+    build: Callable[[], Any], inputs: list[str], output: Path, overwrite: bool, data: Sequence[str] = ()
+) -> None:
+    """Write the model that ``build`` makes of ``inputs`` (the base first) to ``output``; say what was written.
+
+    The base's tokenizer goes with it, if there is one.
+    """
+    from retrofit.export import export_model
+    from retrofit.files import check_output
+    from retrofit.loading import load_tokenizer
+
+    check_output(output, overwrite, inputs, data=data)
+    model = build()
+    try:
+        tokenizer = load_tokenizer(inputs[0])
+    except RetrofitError as error:
+        tokenizer = None
+        typer.echo(f"note: exported without a tokenizer: {error}", err=True)
+    export_model(model, output, tokenizer, overwrite=overwrite)
+    added = sum(parameter.numel() for _, parameter in model.memory_parameters())
+    memory = model.config.memory
+    kept = f"window {memory['window']}, sinks {memory['sinks']}"
+    added_to = f"{added:,} parameters added to {model.num_parameters() - added:,}"
+    typer.echo(f"{output}: {type(model).__name__}, memory {memory['kind']}, {kept}, {added_to}")

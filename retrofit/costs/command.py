@@ -1,0 +1,59 @@
+"""``retrofit estimate``: what a memory costs and saves, from a configuration alone."""
+
+from typing import Annotated, Any
+
+import typer
+
+from retrofit.options import Bandwidth, Json, Length, Memory, Options, Peak, Sinks, Verbs, Window, pairs
+
+app = Verbs()
+
+
+@app.verb(
+    "retrofit estimate Qwen2.5-7B --memory kvm --window 8064 --length 128000 --dtype bfloat16",
+    "retrofit estimate --paper",
+)
+def estimate(
+    base: Annotated[
+        str | None, typer.Argument(metavar="[BASE]", help="Folder, config.json, Hub id or built-in name.")
+    ] = None,
+    memory: Memory = "ahn-gdn",
+    window: Window = 32640,
+    sinks: Sinks = 128,
+    length: Length = 128000,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
+    option: Options = None,
+    peak_tflops: Peak = None,
+    bandwidth: Bandwidth = None,
+    paper: Annotated[bool, typer.Option("--paper", help="The AHN paper's table, counted as the paper counts.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Estimate what a memory costs and saves.
+
+    The table shows parameters, operations, cache and bytes per token. Only the configuration of BASE is needed.
+    """
+    from retrofit.costs import estimate as honest
+    from retrofit.costs import paper as paper_table
+    from retrofit.table import print_table, write_rows
+
+    if (base is None) != paper:
+        raise typer.BadParameter("give a BASE, or --paper for the table of the AHN paper (its bases are built in)")
+    if (peak_tflops is None) != (bandwidth is None):
+        raise typer.BadParameter("--peak-tflops and --bandwidth go together: seconds need both")
+    if paper:
+        rows = paper_table.paper_rows()
+        print_table("AHN paper: 128,000 tokens, S = 128, W = 32640, 4-byte cache", rows, paper_table.COLUMNS)
+        typer.echo(paper_table.NOTE)
+    else:
+        device = honest.Device(peak_tflops, bandwidth) if peak_tflops and bandwidth else None
+        how: dict[str, Any] = {"batch": batch, "dtype": dtype, "device": device}
+        how |= pairs("--option", option, taken=("base", "memory", "window", "sinks", "length", *how))
+        rows, said = honest.estimate(str(base), memory, window, sinks, length, **how)
+        print_table(said, rows, honest.COLUMNS)
+        typer.echo(honest.LEGEND)
+        if device:
+            typer.echo("\nat the device's peaks, which are lower bounds:")
+            print_table("", rows, honest.SECONDS)
+    if json_file is not None:
+        write_rows(json_file, rows)

@@ -1,0 +1,45 @@
+"""``retrofit eval``: how much worse than full attention a retrofit is."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from retrofit.evaluation.settings import Settings
+from retrofit.options import Output, Overwrite, Verbs, flags
+
+app = Verbs()
+
+
+@app.verb(
+    "retrofit eval runs/first/model --data held-out.txt",
+    "retrofit eval Qwen/Qwen2.5-0.5B --adapter runs/first/adapter --probe niah_single_2 --length 4096",
+    name="eval",
+)
+@flags(Settings, leave=("chunk",))
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="An exported retrofit, or the base of the adapters.")],
+    output: Output = Path("runs/eval"),
+    overwrite: Overwrite = False,
+    **given: Any,
+) -> None:
+    """Compare MODEL with full attention and with the window alone.
+
+    An interrupted run continues where it was. DIR/eval.json holds everything that is printed, and more.
+    """
+    from retrofit.evaluation.run import run_evaluation
+    from retrofit.evaluation.tables import tables
+    from retrofit.table import print_table
+
+    if "tasks" in given:
+        given["tasks"] = [name.strip() for part in given["tasks"] for name in part.split(",") if name.strip()]
+    if not given.keys().isdisjoint(("data", "tasks", "benchmarks")):
+        given.setdefault("probes", ())
+    summary = run_evaluation(Settings(model, **given), output, overwrite)
+    for title, rows, columns in tables(summary):
+        print_table(title, rows, columns)
+    if "data" in given and given.keys().isdisjoint(("tasks", "benchmarks")) and not given["probes"]:
+        typer.echo("only the text was scored: add --probe identity, recall, passkey or a needle task to ask for more")
+    for said in (said for one in summary["benchmarks"].values() for said in one["departures"]):
+        typer.echo(f"note: {said}")
+    typer.echo(f"{output}: eval.json, results.jsonl")

@@ -1,0 +1,176 @@
+"""How far models are from their teacher: KL and NLL per position, several students against one teacher pass."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patches.errors import RetrofitError
+from retrofit.head import chunks, gathered, kl, log_probs
+
+# logits held at once per model, in elements: 64 MiB of fp32
+CHUNK_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One model's scores. Column ``i`` is position ``start + i``, which predicts token ``start + i + 1``.
+
+    Attributes:
+        nll: (N, P) negative log-likelihood of the next token, nats.
+        kl: (N, P) KL(teacher || model), nats; zero for the teacher itself, NaN when there was no teacher.
+        correct: (N, P) whether the most likely token is the next token.
+        start: first position scored.
+        scored: (N, P) whether the position counts; where not, nll and kl are NaN and correct is False.
+    """
+
+    nll: Tensor
+    kl: Tensor
+    correct: Tensor
+    start: int
+    scored: Tensor
+
+    @property
+    def mean_nll(self) -> float:
+        return self.nll[self.scored].mean(dtype=torch.float64).item()
+
+    @property
+    def mean_kl(self) -> float:
+        return self.kl[self.scored].mean(dtype=torch.float64).item()
+
+
+def gap_closed(kl: float, window_only: float) -> float:
+    """Share of the KL between window-only model and teacher that ``kl`` has closed: 1 is the teacher, 0 window-only."""
+    return 1.0 - kl / window_only if window_only else 0.0
+
+
+def evaluate(
+    model: Any,
+    sequences: Tensor,
+    *,
+    start: int,
+    labels: Tensor | None = None,
+    teacher: bool = True,
+    batch_size: int = 8,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> dict[str, Scores]:
+    """Score one model, or several that share a base, on the same positions of the same sequences.
+
+    The teacher is the first model with its memory off. It is run once per batch however many models there are, and
+    logits exist for a few positions at a time only.
+
+    Args:
+        model: a retrofitted model (scored under its memory's kind as name), or a mapping ``{name: model}``.
+        sequences: (N, T) token ids; padding, if any, on the right and not labelled.
+        start: first position to score. For comparable rows: sinks + window of the narrowest window.
+        labels: (N, T), -100 at tokens that nobody has to predict; by default all are to be predicted.
+        teacher: score the teacher too, as row ``"teacher"``, and give every model its KL to it.
+        batch_size: sequences per forward pass.
+        on_batch: called with (sequences done, N) after each batch, for progress bars.
+
+    Returns:
+        ``{name: Scores}``, ``"teacher"`` first.
+
+    Raises:
+        RetrofitError: no sequence, none longer than ``start + 1`` tokens, or no label from there on.
+    """
+    models: dict[str, Any] = dict(model) if isinstance(model, Mapping) else {model.config.memory["kind"]: model}
+    if sequences.ndim != 2 or len(sequences) == 0 or not 0 <= start < sequences.shape[1] - 1:
+        raise RetrofitError(
+            f"cannot score positions from {start} on in sequences of shape {tuple(sequences.shape)}: "
+            f"evaluation needs at least one sequence of {start + 2} tokens"
+        )
+    scored = torch.ones_like(sequences, dtype=torch.bool) if labels is None else labels != -100
+    scored = scored[:, start + 1 :].cpu()  # (N, P): by the token that a position predicts
+    if not scored.any():
+        raise RetrofitError(f"no token after position {start} is labelled: there is nothing to score past the window")
+    first = next(iter(models.values()))
+    device = first.get_output_embeddings().weight.device
+    rows: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in (["teacher"] if teacher else []) + list(models)}
+    with torch.no_grad(), _evaluating(list(models.values())):
+        for at in range(0, len(sequences), batch_size):
+            where = scored[at : at + batch_size]
+            last = int(where.any(0).nonzero().max()) if where.any() else 0
+            # what comes after the last label changes nothing before it
+            ids, taken = sequences[at : at + batch_size, : start + last + 2].to(device), where[:, : last + 1].to(device)
+            hidden = {}
+            if teacher:
+                with first.memory_off():
+                    hidden["teacher"] = _hidden(first, ids, start)[taken]
+            hidden |= {name: _hidden(one, ids, start)[taken] for name, one in models.items()}
+            targets = ids[:, start + 1 :][taken]
+            for name, scores in score_hidden(hidden, first.get_output_embeddings(), targets).items():
+                rows[name].append(tuple(_spread(part.cpu(), where) for part in scores))
+            if on_batch is not None:
+                on_batch(min(at + batch_size, len(sequences)), len(sequences))
+    columns = {name: [torch.cat(parts) for parts in zip(*batches, strict=True)] for name, batches in rows.items()}
+    return {name: Scores(nll, kl, correct, start, scored) for name, (nll, kl, correct) in columns.items()}
+
+
+def hidden_states(model: Any, tokens: Mapping[str, Tensor], decoder: Any = None) -> Tensor:
+    """(B, T, E) last hidden states of a causal LM, without its T x V logits.
+
+    The whole model runs, since wrappers (DDP, DeepSpeed) only see its call: the states are taken on their way to the
+    head, which sees one position.
+
+    Args:
+        model: the causal LM, wrapped or not.
+        tokens: ``input_ids`` and, if there is padding, ``attention_mask``.
+        decoder: the decoder of the model inside the wrapper; by default ``model``'s own.
+    """
+    taken: list[Tensor] = []
+    decoder = model.get_decoder() if decoder is None else decoder
+    handle = decoder.register_forward_hook(lambda _module, _args, output: taken.append(output.last_hidden_state))
+    try:
+        model(**tokens, use_cache=False, logits_to_keep=1)
+    finally:
+        handle.remove()
+    return taken[0]
+
+
+def _hidden(model: Any, ids: Tensor, start: int) -> Tensor:
+    """(B, T) ids -> (B, P, E) hidden states of the positions from ``start`` to the last that has a next token."""
+    return hidden_states(model, {"input_ids": ids})[:, start:-1]
+
+
+def score_hidden(hidden: dict[str, Tensor], head: Any, targets: Tensor) -> dict[str, tuple[Tensor, ...]]:
+    """(nll, kl, correct), each (n,), for every entry (n, E) of ``hidden``; ``teacher``, if there, comes first.
+
+    ``head`` is a linear module; its products are those of :mod:`retrofit.head`, in float32 for 16-bit models too.
+    """
+    parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in hidden}
+    with gathered(head.parameters()):
+        for rows in chunks(len(targets), len(head.weight), CHUNK_ELEMENTS):
+            target = targets[rows, None]  # (C, 1)
+            teacher = None
+            for name, states in hidden.items():
+                log_q = log_probs(states[rows], head.weight, head.bias)  # (C, V)
+                if name == "teacher":
+                    teacher = log_q, log_q.exp()
+                divergence = log_q.new_full(target.shape[:1], torch.nan) if teacher is None else kl(*teacher, log_q)
+                nll = -log_q.gather(-1, target).squeeze(-1)
+                parts[name].append((nll, divergence, log_q.argmax(-1) == target.squeeze(-1)))
+    return {name: tuple(torch.cat(part) for part in zip(*pieces, strict=True)) for name, pieces in parts.items()}
+
+
+def _spread(values: Tensor, scored: Tensor) -> Tensor:
+    """(n,) values of the scored positions -> (B, P), NaN or False at the others."""
+    full = torch.zeros_like(scored) if values.dtype == torch.bool else torch.full(scored.shape, torch.nan)
+    full[scored] = values
+    return full
+
+
+@contextmanager
+def _evaluating(models: list[Any]) -> Iterator[None]:
+    """Every model in eval mode inside the block, as it was after it."""
+    were_training = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, training in zip(models, were_training, strict=True):
+            model.train(training)

@@ -1,0 +1,140 @@
+"""What the verbs of the command line share: options by name, flags made from settings, values as KEY=VALUE."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Container, Iterable
+from pathlib import Path
+from types import GenericAlias
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from patches.errors import RetrofitError
+from retrofit.plain_yaml import parse_yaml
+from retrofit.settings import Setting, settings
+
+# what a verb reads, by the names of its parameters; the file that it writes must be none of them
+INPUTS = ("source", "base", "model", "adapter", "ahn", "recipe", "init_adapter", "deepspeed", "data", "haystack")
+
+Base = Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the base: a folder, a GGUF file or a Hub id.")]
+Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter: a folder or a Hub id.")]
+Memory = Annotated[str, typer.Option(help="Kind of memory, such as ahn-gdn; none keeps only sinks and window.")]
+Window = Annotated[int, typer.Option(help="W: how many of the last tokens are kept exactly.")]
+Sinks = Annotated[int, typer.Option(help="S: how many of the first tokens are kept exactly.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="An option of the memory; repeat the flag for more."),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write the table's rows to FILE.")
+]
+Length = Annotated[int, typer.Option(min=1, help="T: tokens.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of every random choice.")]
+Peak = Annotated[float | None, typer.Option(min=1e-6, help="Peak TFLOP/s of the device; give --bandwidth too.")]
+Bandwidth = Annotated[float | None, typer.Option(min=1e-6, help="Memory bandwidth of the device, in GB/s.")]
+
+
+class Verb(TyperCommand):
+    """A verb; the file that it will write is checked before it does anything."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it.
+
+        Raises:
+            RetrofitError: the file cannot be written, or is one of the inputs.
+        """
+        given = ctx.params
+        for path in (given[name] for name in ("json_file", "target") if given.get(name) is not None):
+            from retrofit.files import check_file
+
+            check_file(path, [one for name in INPUTS for one in _listed(given.get(name))])
+        return super().invoke(ctx)
+
+
+class Verbs(typer.Typer):
+    """The verbs of a room, or a group of them."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(rich_markup_mode=None, add_completion=False, **kwargs)  # rich's pages take twice as long
+
+    def verb(
+        self, *examples: str, name: str | None = None, **how: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """A decorator that makes a function a verb; its --help ends with ``examples``, commands as one types them."""
+        lines = "\n".join(["\b", "Example:", *(f"  {example}" for example in examples)])
+        return self.command(name, cls=Verb, epilog=lines, **how)
+
+
+def flags(of: Any, leave: Container[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a verb a flag for every setting of the dataclass ``of``, but those in ``leave``.
+
+    The verb gets the values that were given on the command line as keyword arguments, and no others.
+    """
+    keys = {name: key for name, key in settings(of).items() if name not in leave}
+
+    def decorate(verb: Callable[..., Any]) -> Callable[..., Any]:
+        only = inspect.Parameter.KEYWORD_ONLY
+        own = [part for part in inspect.signature(verb).parameters.values() if part.kind is not part.VAR_KEYWORD]
+        own = [part.replace(kind=only) for part in own]
+        made = [inspect.Parameter(name, only, default=None, annotation=_flag(key)) for name, key in keys.items()]
+        shown = [part for part in own if part.default is part.empty]  # arguments first, as typer wants them
+
+        @functools.wraps(verb)
+        def run(**values: Any) -> Any:
+            given = {name: value for name, value in values.items() if name not in keys}
+            for name, key in keys.items():
+                if (value := values[name]) not in (None, [], ()):
+                    given[name] = key.parse(value) if key.kind in (list, dict) else value
+            return verb(**given)
+
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [*shown, *made, *(part for part in own if part not in shown)]
+        )
+        return run
+
+    return decorate
+
+
+def pairs(flag: str, items: Iterable[str] | None, taken: Container[str] = ()) -> dict[str, Any]:
+    """``["a=1", "b=[0, 2]"]`` as a mapping; values are read as YAML, and 1e-2 as a number.
+
+    Args:
+        taken: keys that are refused, since they have flags of their own.
+
+    Raises:
+        BadParameter: no ``=``, no such value, or a key of ``taken``.
+    """
+    found: dict[str, Any] = {}
+    for item in items or ():
+        key, equals, text = item.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"{flag} {item}: write it as {flag} KEY=VALUE")
+        if key in taken:
+            raise typer.BadParameter(f"{flag} {key}: that is not an option of a memory")
+        try:
+            found[key] = parse_yaml(text, key)
+        except RetrofitError:
+            raise typer.BadParameter(f"{flag} {item}: {text!r} cannot be read as a value") from None
+        if isinstance(found[key], str):
+            with contextlib.suppress(ValueError):
+                found[key] = float(text)
+    return found
+
+
+def _flag(key: Setting) -> Any:
+    """The annotation from which typer makes the flag of a setting."""
+    value: Any = str if key.kind in (list, dict) else key.kind  # lists and mappings are read as YAML
+    if key.kind is tuple:
+        value = GenericAlias(list, (key.item,))
+    name = key.flag or f"--{key.name.replace('_', '-')}"
+    names = [name] if key.kind is not bool else [f"{name}/--no-{name.removeprefix('--')}"]
+    metavar = "|".join(key.choices) or key.metavar or ("YAML" if key.kind in (list, dict) else None)
+    return Annotated[value | None, typer.Option(*names, *key.short, metavar=metavar, help=key.described)]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,157 @@
+"""What a recipe's keys may say, in one place: files, flags, ``--help``, the docs' tables and errors come from it.
+
+A dataclass declares each key with :func:`setting`; :func:`settings` gives them back. Imports no torch: the command line
+reads this before it knows what to do.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, replace
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from patches.errors import RetrofitError, one_of
+from retrofit.plain_yaml import parse_yaml
+
+LARGEST = 2**31 - 1  # of a whole number without a limit of its own: counters and tensors take no more everywhere
+WORDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list of whole numbers",
+    dict: "a mapping",
+    tuple: "a list",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key.
+
+    Attributes:
+        name: the key.
+        kind: bool, int, float, str, list (of whole numbers), dict (with text as keys) or tuple (of ``item``).
+        optional: whether it may be null, which is then the default.
+        default: the value of a recipe that does not have the key.
+        help: a sentence for ``--help`` and the docs.
+        choices: the values that a text may have; any, if there are none.
+        least, most: limits that are allowed themselves.
+        above, below: limits that are not.
+        argument: what the trainer's arguments call it, if they have it.
+        flag: on the command line, where it is not ``--name`` with dashes; a tuple's is repeated for more values.
+        short: its one-letter forms.
+        metavar: what stands for the value in ``--help``.
+        item: the type of a tuple's values.
+    """
+
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    argument: str | None = None
+    flag: str = ""
+    short: tuple[str, ...] = ()
+    metavar: str | None = None
+    item: type = str
+
+    def check(self, value: Any) -> Any:
+        """``value``, a whole number as a float where one is wanted.
+
+        Raises:
+            RetrofitError: the value is of another type, out of range or none of the choices.
+        """
+        if value is None and self.optional:
+            return None
+        if self.kind is tuple and isinstance(value, list | tuple):
+            one = replace(self, kind=self.item, optional=False)
+            return tuple(one.check(part) for part in value)
+        if self.kind is float and type(value) is int:
+            value = float(value) if abs(value) < 2**63 else math.inf
+        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
+        if self.kind in (list, dict):
+            fits = fits and all(type(part) is {list: int, dict: str}[self.kind] for part in value)
+        if not fits:
+            raise RetrofitError(f"{self.name}: {value!r} is not {WORDS[self.kind]}")
+        if self.choices:
+            one_of(self.name, value, *self.choices)
+        if self.kind in (int, float) and not self._within(value):
+            raise RetrofitError(f"{self.name}: {value} is out of range, it must be {self.range}")
+        if type(value) is int and self.most is None and abs(value) > LARGEST:
+            raise RetrofitError(f"{self.name}: {value} is out of range, it must be at most {LARGEST}")
+        return value
+
+    def parse(self, text: str) -> Any:
+        """The value that ``text`` stands for, on the command line or in a ``KEY=VALUE`` pair.
+
+        Raises:
+            RetrofitError: as :meth:`check`.
+        """
+        if self.kind is str:
+            return self.check(None if self.optional and text in ("null", "none") else text)
+        return self.check(parse_yaml(text, self.name))
+
+    @property
+    def described(self) -> str:
+        """The help of its flag, with the range and the default."""
+        default = ", ".join(map(str, self.default)) if self.kind is tuple else self.default
+        notes = [self.range] if self.range not in ("", "finite") else []
+        notes += [f"default: {default}"] if default != "" and type(default) in (int, float, str) else []
+        return f"{self.help} [{'; '.join(notes)}]" if notes else self.help
+
+    @property
+    def range(self) -> str:
+        """The numbers it may be, in words; empty where it is no number."""
+        if self.kind not in (int, float) and not (self.kind is tuple and self.item in (int, float)):
+            return ""
+        low = f"{self.least} or more" if self.least is not None else ""
+        low = f"more than {self.above}" if self.above is not None else low
+        high = f"at most {self.most}" if self.most is not None else ""
+        high = f"below {self.below}" if self.below is not None else high
+        return " and ".join(filter(None, (low, high))) or "finite"
+
+    def _within(self, value: float) -> bool:
+        return (
+            (self.kind is int or math.isfinite(value))
+            and (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+
+def setting(default: Any | Callable[[], Any], help: str, **limits: Any) -> Any:
+    """A dataclass field that is a :class:`Setting`; ``limits`` are its other attributes."""
+    made: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
+    return field(**made, metadata={"help": help, **limits})
+
+
+def settings(of: Any) -> dict[str, Setting]:
+    """The keys of a dataclass, in order: those of its fields that are made by :func:`setting`."""
+    found = {}
+    hints = get_type_hints(of)
+    for one in (one for one in fields(of) if "help" in one.metadata):
+        hint = hints[one.name]
+        (kind, *null) = sorted(get_args(hint) or (hint,), key=lambda part: part is NoneType)
+        if get_origin(hint) in (dict, list, tuple):
+            kind, null = hint, []
+        item = {"item": get_args(hint)[0]} if get_origin(hint) is tuple else {}
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        found[one.name] = Setting(one.name, get_origin(kind) or kind, bool(null), default, **item, **one.metadata)
+    return found
+
+
+def markdown(of: Any) -> str:
+    """The keys of such a dataclass as a table for the docs."""
+    lines = ["| key | values | default | |", "|---|---|---|---|"]
+    for key in settings(of).values():
+        values = ", ".join(f"`{choice}`" for choice in key.choices) or key.range or WORDS[key.kind]
+        lines.append(f"| `{key.name}` | {values} | `{json.dumps(key.default)}` | {key.help} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,239 @@
+"""Every kind of source gives the same records, in order; what cannot be read is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from distill.data import sources
+from distill.data.sources import open_source
+from distill.data.split import load_rows
+from distill.data.tokens import find_column
+from patches.errors import RetrofitError
+
+DOCUMENTS = ["w5 w6 w7", "w8", "w9 w10"]
+
+Writer = Callable[[Path, dict[str, list[Any]]], Path]
+
+
+@pytest.fixture(autouse=True)
+def no_cache_outside(datasets_cache: Path) -> None:
+    """Nothing is left in the user's own."""
+
+
+def as_jsonl(folder: Path, columns: dict[str, list[Any]]) -> Path:
+    path = folder / "a.jsonl"
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    path.write_text("\n\n".join(json.dumps({**row, "id": 1}) for row in rows))
+    return path
+
+
+def as_parquet(folder: Path, columns: dict[str, list[Any]]) -> Path:
+    path = folder / "a.parquet"
+    datasets.Dataset.from_dict(columns).to_parquet(path)
+    return path
+
+
+def as_parquet_folder(folder: Path, columns: dict[str, list[Any]]) -> Path:
+    (folder / "hub").mkdir()
+    datasets.Dataset.from_dict(columns).to_parquet(folder / "hub" / "train.parquet")
+    return folder / "hub"
+
+
+def as_saved(folder: Path, columns: dict[str, list[Any]]) -> Path:
+    datasets.Dataset.from_dict(columns).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def as_saved_splits(folder: Path, columns: dict[str, list[Any]]) -> Path:
+    splits = {"test": {name: values[:1] for name, values in columns.items()}, "train": columns}
+    data = datasets.DatasetDict({name: datasets.Dataset.from_dict(part) for name, part in splits.items()})
+    data.save_to_disk(folder / "splits")
+    return folder / "splits"
+
+
+WRITERS = [as_jsonl, as_parquet, as_parquet_folder, as_saved, as_saved_splits]
+
+
+def values(source: str | Path, column: str = "text", **options: Any) -> list[Any]:
+    return [value for _, value in open_source(str(source), **options).read(column)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("write", WRITERS)
+def test_every_source_gives_its_records_in_order(tmp_path: Path, write: Writer, streaming: bool) -> None:
+    path = write(tmp_path, {"text": DOCUMENTS})
+    assert values(path, streaming=streaming) == DOCUMENTS
+    opened = open_source(str(path), streaming=streaming)
+    assert "text" in opened.columns
+    assert list(opened.read("text")) == list(opened.read("text"))  # as often as needed
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_conversations_come_as_lists_of_messages(tmp_path: Path, write: Writer) -> None:
+    chats = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        [{"role": "user", "content": "c"}],
+    ]
+    assert values(write(tmp_path, {"messages": chats}), "messages") == chats
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("w5 w6\n\nw7\n")
+    assert values(path) == ["w5 w6\n\nw7\n"]
+    with pytest.raises(RetrofitError, match="one document, which cannot be streamed"):
+        open_source(str(path), streaming=True)
+
+
+@pytest.mark.parametrize("name", ["user/name", "user/name-v1.5", "name", "user/a.b_c"])
+def test_an_id_goes_to_load_dataset_with_its_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(*args: Any, **options: Any) -> datasets.DatasetDict:
+        asked.append((args, options))
+        return datasets.DatasetDict({"small": datasets.Dataset.from_dict({"text": DOCUMENTS})})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert values(name, name="en", revision="abc", split="small") == DOCUMENTS
+    assert asked == [((name, "en"), {"revision": "abc", "streaming": False})]
+
+
+@pytest.mark.parametrize("write", [as_parquet_folder, as_saved_splits])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_split_there_is_none_of_names_those_there_are(tmp_path: Path, write: Writer, streaming: bool) -> None:
+    path = str(write(tmp_path, {"text": DOCUMENTS}))
+    with pytest.raises(RetrofitError) as error:
+        open_source(path, split="trian", streaming=streaming)
+    assert "has no split 'trian' (did you mean 'train'?), only " in str(error.value)
+    assert "'train': choose one as data_split" in str(error.value)
+
+
+def test_a_local_folder_has_splits(tmp_path: Path) -> None:
+    assert values(as_saved_splits(tmp_path, {"text": DOCUMENTS}), split="test") == DOCUMENTS[:1]
+
+
+@pytest.mark.parametrize(
+    ("write", "options", "said"),
+    [
+        (as_jsonl, {"split": "test"}, "data_split: .* is a file and has no splits"),
+        (as_jsonl, {"name": "en"}, "data_name: .* is a file and has none"),
+        (as_parquet, {"revision": "main"}, "data_revision: .* is a file and has none"),
+        (as_saved, {"revision": "main"}, "data_revision: .* is a folder here and has none"),
+        (as_saved, {"name": "en"}, "data_name: .* was saved by datasets and has none"),
+        (as_saved, {"split": "test"}, "data_split: .* was saved without splits"),
+    ],
+)
+def test_options_that_a_source_has_not_are_refused(
+    tmp_path: Path, write: Writer, options: dict[str, str], said: str
+) -> None:
+    with pytest.raises(RetrofitError, match=said):
+        open_source(str(write(tmp_path, {"text": DOCUMENTS})), **options)
+
+
+BAD_LINES = {
+    "not JSON": (b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
+    "no text": (b'{"text": "a"}\n\n{"txt": "b"}\n', "line 3 has no 'text', only 'txt'"),
+    "no object": (b'{"text": "a"}\n[1]\n', "line 2 is a list: every line must be one object"),
+    "not UTF-8": (b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not UTF-8"),
+    "too deep": (b"[" * 100_000, "line 1 is not JSON"),
+    "too long a number": (b'{"text": ' + b"1" * 5000 + b"}", "line 1 is not JSON"),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RetrofitError) as error:
+        values(path)
+    assert f"{path}, {said}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "some/folder/missing.jsonl", "a/b.jsonl", "./missing", "~/missing"])
+def test_a_missing_path_is_said_without_asking_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", pytest.fail)
+    with pytest.raises(RetrofitError, match="there is no file or folder"):
+        open_source(name)
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    path = as_parquet(tmp_path, {"text": DOCUMENTS})
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(RetrofitError, match="cannot be read: ArrowInvalid"):
+        values(path)
+
+
+def test_json_lines_by_any_name_and_no_json(tmp_path: Path) -> None:
+    line = '\ufeff{"text": "to be"}\n'  # with the mark that some editors put in front
+    for name in ("a.ndjson", "b.JSONL"):
+        (tmp_path / name).write_text(line, encoding="utf-8")
+        assert values(tmp_path / name) == ["to be"]
+    (tmp_path / "c.json").write_text("[]")
+    with pytest.raises(RetrofitError, match="JSON Lines"):
+        open_source(str(tmp_path / "c.json"))
+
+
+def test_a_file_that_changed_has_another_identity(tmp_path: Path) -> None:
+    path = as_jsonl(tmp_path, {"text": DOCUMENTS})
+    before = open_source(str(path)).identity
+    assert open_source(str(path)).identity == before
+    path.write_text(path.read_text() + " ")
+    assert open_source(str(path)).identity != before
+
+
+def test_what_stands_beside_a_conversation_is_said_not_to_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert find_column(open_source(str(tmp_path / "a.jsonl")), "auto") == "conversations"
+    assert "'system' beside the conversations is not read" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_opened_or_read_is_one_sentence(
+    tmp_path: Path, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, datasets_cache: Path
+) -> None:
+    path = as_jsonl(tmp_path, {"text": DOCUMENTS})
+
+    def broken(*_: Any) -> Any:
+        yield from [("here", "a")] * 3
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sources, "_jsonl", broken)
+    for streaming in (False, True):
+        with pytest.raises(RetrofitError, match=r"row 3 cannot be read: OSError: .*Input/output error"):
+            load_rows(str(path), chat_tokenizer, seq_len=2, streaming=streaming)
+
+    def closed(*_: Any) -> None:
+        raise PermissionError(13, "no")
+
+    monkeypatch.setattr(Path, "open", closed)
+    with pytest.raises(RetrofitError, match="cannot be read: PermissionError"):
+        open_source(str(path))
+
+
+def test_a_full_disk_is_not_blamed_on_the_source(
+    tmp_path: Path, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, datasets_cache: Path
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = as_jsonl(tmp_path, {"text": DOCUMENTS})
+    said = r"the cache of datasets has no room for .*\(No space left on device\): make room there"
+    monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "write", full)
+    with pytest.raises(RetrofitError, match=said):
+        load_rows(str(path), chat_tokenizer, seq_len=2)
+    monkeypatch.setattr(datasets, "load_dataset", full)
+    with pytest.raises(RetrofitError, match=said):
+        open_source(str(tmp_path))
+
+
+def test_a_parquet_file_without_rows_is_empty(tmp_path: Path, chat_tokenizer: Any, datasets_cache: Path) -> None:
+    path = as_parquet(tmp_path, {"text": DOCUMENTS[:0]})
+    for streaming in (False, True):
+        with pytest.raises(RetrofitError, match=r"is empty|is too short"):
+            load_rows(str(path), chat_tokenizer, seq_len=2, streaming=streaming)

@@ -1,0 +1,266 @@
+"""Rows: packed text and conversations, what is held out, what is counted, tokenised once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from distill.data.rows import ChatRows, PackedRows, PaddingCollator
+from distill.data.split import load_rows
+from distill.data.tokens import TokenRows
+from patches.errors import RetrofitError
+from retrofit.loading import load_tokenizer
+
+TURNS = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+
+
+@pytest.fixture(autouse=True)
+def no_cache_outside(datasets_cache: Path) -> None:
+    """Nothing is left in the user's own."""
+
+
+def write_lines(path: Path, rows: list[Any]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def write_chats(path: Path, count: int) -> str:
+    """Conversations whose answers grow."""
+    chats = [[TURNS[0], {"role": "assistant", "content": "x" * (number + 1)}] for number in range(count)]
+    return write_lines(path, [{"messages": chat} for chat in chats])
+
+
+# ---- packed text ----
+
+
+def test_documents_are_packed_in_order_with_an_end_after_each(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    texts = ["w5 w6 w7", "w8", "  ", "w9 w10", "w11 w12 w13"]
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    split = load_rows(source, tokenizer, seq_len=4, holdout=0.34)
+    assert isinstance(split.train, PackedRows)
+    assert split.train.rows.tolist() == [[5, 6, 7, 2], [8, 2, 9, 10]]
+    assert split.held_out.batch()[0].tolist() == [[11, 12, 13, 2]]
+    assert split.tokens == {"all": 13, "train": 8, "held_out": 4}
+    assert (split.counts.read, split.counts.empty, split.counts.tokens_left_over) == (5, 1, 1)
+    assert split.sentence() == "5 documents read; 1 empty, left out; 1 tokens left over that fill no row"
+
+
+def test_rows_are_consecutive_and_the_last_tokens_are_held_out(
+    text_file: Path, text: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    split = load_rows(str(text_file), tokenizer, seq_len=50, holdout=0.2)
+    stream = torch.tensor([int(word[1:]) for word in text.split()] + [2])
+    assert split.tokens["all"] == len(stream) == 3001
+    assert (len(split.train), len(split.held_out)) == (48, 12)
+    assert torch.equal(split.train.rows.flatten(), stream[:2400].int())
+    assert torch.equal(split.held_out.rows.flatten(), stream[2401:3001].int())
+    assert torch.equal(split.held_out[1]["input_ids"], stream[2451:2501])
+
+
+def test_short_documents_are_left_out_and_only_the_first_are_read(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    texts = ["w5 w6 w7", "w8", "w9 w10 w11", "w12 w13 w14"]
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    split = load_rows(source, tokenizer, seq_len=4, holdout=0.5, min_length=2, max_samples=3)
+    assert [part.rows.tolist() for part in (split.train, split.held_out)] == [[[5, 6, 7, 2]], [[9, 10, 11, 2]]]
+    assert split.sentence() == "3 documents read (max_samples: 3); 1 of at most 2 tokens, left out"
+
+
+@pytest.mark.parametrize("content", ["", " \n\t\n"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_an_empty_file_is_said_to_be_empty(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str, content: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(RetrofitError, match="is empty"):
+        load_rows(str(path), tokenizer, seq_len=4)
+
+
+def test_too_short_says_how_many_tokens_there_are_and_are_needed(
+    text_file: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(RetrofitError, match="holds 3001 tokens, and at least 4000 are needed") as error:
+        load_rows(str(text_file), tokenizer, seq_len=400)
+    assert "10% held out" in str(error.value)
+
+
+# ---- conversations ----
+
+
+def test_conversations_are_rows_with_their_answers_labelled(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    split = load_rows(write_chats(tmp_path / "a.jsonl", 10), chat_tokenizer, seq_len=64, holdout=0.2)
+    assert isinstance(split.train, ChatRows)
+    assert (len(split.train), len(split.held_out)) == (8, 2)
+    row = split.held_out[1]
+    answer = row["input_ids"][row["labels"] != -100]
+    assert chat_tokenizer.decode(answer) == "x" * 10 + "<|end|>\n"
+    assert torch.equal(answer, row["labels"][row["labels"] != -100])
+    sizes = [len(split.train[index]["input_ids"]) for index in range(8)]
+    assert sizes == sorted(sizes)  # in the order of the file
+    assert split.tokens["train"] == sum(sizes)
+    assert split.row_tokens == sum(sizes) / 8
+
+
+def test_long_ones_are_cut_and_short_ones_left_out_and_both_counted(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    source = write_chats(tmp_path / "a.jsonl", 10)
+    whole = load_rows(source, chat_tokenizer, seq_len=64, holdout=0.2)
+    lengths = [len(part[index]["input_ids"]) for part in (whole.train, whole.held_out) for index in range(len(part))]
+    split = load_rows(source, chat_tokenizer, seq_len=lengths[6], holdout=0.2, min_length=lengths[1], max_samples=9)
+    kept = [len(part[index]["input_ids"]) for part in (split.train, split.held_out) for index in range(len(part))]
+    assert kept == [*lengths[2:7], lengths[6], lengths[6]]
+    counts = {"read": 9, "empty": 0, "short": 2, "truncated": 2, "tokens_cut": 3, "tokens_left_over": 0}
+    assert split.counts.to_dict() == counts
+    assert f"2 cut to {lengths[6]} tokens, 3 tokens lost" in split.sentence()
+
+
+def test_the_collator_pads_on_the_right_to_a_multiple_of_eight(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    split = load_rows(write_chats(tmp_path / "a.jsonl", 10), chat_tokenizer, seq_len=64)
+    rows = [split.train[0], split.train[5]]
+    assert split.collator == PaddingCollator(chat_tokenizer.pad_token_id)
+    batch = split.collator(rows)
+    assert batch.pop("row").tolist() == [0, 5]
+    assert {part.shape for part in batch.values()} == {(2, -(-len(rows[1]["input_ids"]) // 8) * 8)}
+    for number, row in enumerate(rows):
+        size = len(row["input_ids"])
+        assert torch.equal(batch["input_ids"][number, :size], row["input_ids"])
+        assert torch.equal(batch["labels"][number, :size], row["labels"])
+        assert (batch["labels"][number, size:] == -100).all()
+        assert batch["attention_mask"][number].tolist() == [1] * size + [0] * (batch["labels"].shape[1] - size)
+
+
+def test_the_format_is_seen_by_the_columns_or_said(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    both = write_lines(tmp_path / "both.jsonl", [{"text": "w" * 20, "conversations": TURNS}] * 4)
+    options: dict[str, Any] = {"seq_len": 20, "holdout": 0.5}
+    with pytest.raises(RetrofitError, match="has both 'text' and 'conversations': choose with data_format"):
+        load_rows(both, chat_tokenizer, **options)
+    assert isinstance(load_rows(both, chat_tokenizer, data_format="text", **options).train, PackedRows)
+    assert isinstance(load_rows(both, chat_tokenizer, data_format="chat", **options).train, ChatRows)
+    other = write_lines(tmp_path / "other.jsonl", [{"content": "a"}])
+    with pytest.raises(RetrofitError, match="no column 'text' or 'messages' or 'conversations', only 'content'"):
+        load_rows(other, chat_tokenizer, **options)
+    with pytest.raises(RetrofitError, match="no column 'messages' or 'conversations', only 'text'"):
+        load_rows(write_lines(tmp_path / "text.jsonl", [{"text": "a"}]), chat_tokenizer, data_format="chat", **options)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(RetrofitError, match="has no chat template"):
+        load_rows(write_chats(tmp_path / "a.jsonl", 4), tokenizer, seq_len=64)
+
+
+def test_too_few_conversations_are_said(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    source = write_chats(tmp_path / "a.jsonl", 4)
+    with pytest.raises(RetrofitError, match="with 10% of 4 conversations held out, one part is empty"):
+        load_rows(source, chat_tokenizer, seq_len=64)
+    with pytest.raises(RetrofitError, match="4 records of at most min_length 60 tokens were left out"):
+        load_rows(source, chat_tokenizer, seq_len=64, min_length=60)
+
+
+# ---- once ----
+
+
+def test_the_second_load_does_not_tokenise(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_chats(tmp_path / "a.jsonl", 10)
+    first = load_rows(source, chat_tokenizer, seq_len=64)
+    read = []
+    original = TokenRows.__iter__
+
+    def counted(self: TokenRows) -> Any:
+        read.append(self.source.name)
+        return original(self)
+
+    monkeypatch.setattr(TokenRows, "__iter__", counted)
+    again = load_rows(source, chat_tokenizer, seq_len=64, holdout=0.3, min_length=1)
+    assert not read
+    assert torch.equal(first.train[3]["labels"], again.train[3]["labels"])
+
+    load_rows(source, chat_tokenizer, seq_len=32)
+    load_rows(source, chat_tokenizer, seq_len=64, max_samples=8, holdout=0.2)
+    other = load_tokenizer(str(save(chat_tokenizer, tmp_path / "same")))
+    other("some text", truncation=True, max_length=2, padding="max_length")  # it remembers, and it does not matter
+    load_rows(source, other, seq_len=64)
+    assert len(read) == 2  # the same tokenizer, loaded from another place, is the same
+    other.chat_template = other.chat_template.replace("\n", " ")
+    load_rows(source, other, seq_len=64)
+    assert len(read) == 3
+    load_rows(write_chats(tmp_path / "a.jsonl", 11), chat_tokenizer, seq_len=64)
+    assert len(read) == 4
+
+
+def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_what_was_not_read_to_its_end_is_read_again(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "a.jsonl"
+    write_lines(path, [{"text": "w5 w6 w7"}, {"text": 3}])
+    with pytest.raises(RetrofitError, match=r"a.jsonl, line 2: 'text' is a number, not a string"):
+        load_rows(str(path), tokenizer, seq_len=2)
+    with pytest.raises(RetrofitError, match=r"a.jsonl, line 2: 'text' is a number, not a string"):
+        load_rows(str(path), tokenizer, seq_len=2)
+
+
+def test_the_cache_is_that_of_datasets(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, text_file: Path, datasets_cache: Path
+) -> None:
+    load_rows(str(text_file), tokenizer, seq_len=50)
+    assert len(list(datasets_cache.rglob("*.arrow"))) == 1
+    assert not datasets.are_progress_bars_disabled()
+
+
+def test_a_checkpoint_without_tokenizer_is_refused(checkpoint: Path) -> None:
+    assert load_tokenizer(str(checkpoint)).eos_token_id == 2
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (checkpoint / name).unlink()
+    with pytest.raises(RetrofitError, match="tokenizer"):
+        load_tokenizer(str(checkpoint))
+
+
+# ---- whatever a file holds ----
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "from"]), inner),
+    max_leaves=8,
+)
+ROLES = st.sampled_from(["user", "assistant", "system", "human", "gpt", "tool", "", "User"])
+MESSAGE = st.fixed_dictionaries({}, optional={"role": ROLES, "content": JSON, "from": ROLES, "value": st.text()})
+ROWS = st.fixed_dictionaries({"messages": st.lists(MESSAGE, max_size=4) | JSON}) | JSON
+LINES = st.lists(ROWS.map(lambda row: json.dumps(row).encode()) | st.binary(max_size=20), min_size=1, max_size=4)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=LINES, column=st.sampled_from(["messages", "text"]))
+def test_any_file_is_read_or_refused_by_name(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, lines: list[bytes], column: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    good = {"messages": TURNS} if column == "messages" else {"text": "a"}
+    lines = [json.dumps(good).encode(), *(line.replace(b"messages", column.encode()) for line in lines)]
+    path.write_bytes(b"\n".join(lines))
+    said = str(path)
+    try:
+        split = load_rows(said, chat_tokenizer, seq_len=16, streaming=True, eval_rows=1)
+        list(zip(range(5), split.train, strict=False))
+    except RetrofitError as error:
+        said = str(error)
+    assert said.startswith(str(path))
+    assert "\n" not in said

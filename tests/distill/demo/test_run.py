@@ -1,0 +1,138 @@
+"""The demo from end to end on an untrained teacher and a few steps: what it returns, writes and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import retrofit
+from distill.demo import run as demo
+from distill.demo.every_kind import run_all
+from distill.demo.recall import Question, pick_questions, reload
+from distill.demo.run import run_demo
+from distill.demo.teacher import OnStep, new_model
+from distill.demo.text import NAMES, WORDS, documents, generator
+from patches.errors import RetrofitError
+from patches.kinds import KINDS
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untrained teacher, three steps, eight held-out documents."""
+
+    def train_teacher(seed: int, on_step: OnStep) -> torch.nn.Module:
+        on_step("copy", 1, 2, 4.0, 0.0)
+        on_step("full", 1, 1, 4.0, 0.0)
+        return new_model(seed).eval()
+
+    monkeypatch.setattr(demo, "train_teacher", train_teacher)
+    for name, value in {"STEPS": 3, "BATCH": 2, "HELD_OUT": 8}.items():
+        monkeypatch.setattr(demo, name, value)
+
+
+def test_from_end_to_end(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(3)
+    random_state = torch.get_rng_state()
+    rows = run_demo(seed=2, output=tmp_path / "out", json_file=tmp_path / "rows.json")
+    assert torch.equal(torch.get_rng_state(), random_state), "the caller's random state was touched"
+
+    assert json.loads((tmp_path / "rows.json").read_text()) == rows
+    assert [row["name"] for row in rows] == ["teacher", "window-only", "window-only, equal memory", "ahn-gdn"]
+    keys = {"name", "far_recall", "kl", "kl_gap_closed", "nll", "state_bytes", "seconds"}
+    assert all(row.keys() == keys for row in rows)
+    teacher, window_only, equal, fitted = rows
+    assert (teacher["kl"], teacher["kl_gap_closed"], window_only["kl_gap_closed"]) == (0.0, 1.0, 0.0)
+    # 2 heads of 32 x 32 floats cost what 16 tokens of 2 heads of 32 keys and values cost
+    assert (window_only["state_bytes"], equal["state_bytes"], fitted["state_bytes"]) == (0, 8192, 8192)
+    assert 0 < equal["kl"] < window_only["kl"]
+    assert fitted["kl"] != window_only["kl"]
+    assert window_only["seconds"] == 0 < fitted["seconds"]
+
+    # what was written is one and the same model, three times
+    ids = documents(2, 100, generator(0, "test"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "out/base")
+    model = retrofit.load_adapter(base, tmp_path / "out/adapter").eval()
+    export = AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
+    assert torch.equal(model(ids).logits, export(ids).logits)
+    assert not torch.equal(model(ids).logits, base(ids).logits)
+    assert (model.config.memory["window"], model.config.memory["sinks"]) == (32, 4)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out/model")("mira")["input_ids"] == [WORDS.index("mira")]
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "completes a held-out prompt" in shown
+
+
+def test_every_kind_in_one_table(quick: None, tmp_path: Path) -> None:
+    rows = run_all(seed=4, output=tmp_path / "out", json_file=tmp_path / "rows.json")
+    assert (
+        json.loads((tmp_path / "rows.json").read_text()) == rows == json.loads((tmp_path / "out/rows.json").read_text())
+    )
+    others = [kind for kind in KINDS if kind not in ("ahn-gdn", "none")]
+    names = ["teacher", "window-only", "window-only, equal memory", "ahn-gdn", *others]
+    assert [row["name"] for row in rows] == names
+    for row in rows:
+        assert row["seeds"] == [4, 5, 6]
+        assert row["kl_min"] <= row["kl"] <= row["kl_max"]
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["window-only"]["kl_min"] < by_name["window-only"]["kl_max"], "three seeds, three teachers"
+    # a few per cent for normalisers, scores and the like
+    assert {name for name in others if by_name[name]["state_bytes"] > 1.12 * 8192} == set(), "more state than AHN's"
+    table = (tmp_path / "out/table.md").read_text().splitlines()
+    assert len(table) == 2 + len(rows)
+    assert {line.count("|") for line in table} == {12}
+
+
+def test_same_seed_same_memory(quick: None) -> None:
+    def fitted(seed: int) -> torch.Tensor:
+        model, _ = demo.fit(new_model(0), "ahn-gdn", seed)
+        return torch.cat([parameter.flatten() for _, parameter in model.memory_parameters()])
+
+    assert torch.equal(fitted(0), fitted(0))
+    assert not torch.equal(fitted(0), fitted(1))
+
+
+@pytest.mark.parametrize(("memory", "says"), [("ahn-gnd", "did you mean 'ahn-gdn'"), ("none", "nothing to fit")])
+def test_refuses_a_memory_before_training(tmp_path: Path, memory: str, says: str) -> None:
+    with pytest.raises(RetrofitError, match=says):
+        run_demo(memory=memory, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_refuses_a_taken_output_before_training(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("kept")
+    with pytest.raises(RetrofitError, match="--overwrite"):
+        run_demo(output=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_export_that_computes_something_else_is_noticed(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(folder: Path, ids: torch.Tensor, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(*ids.shape, len(WORDS)), ids[: len(prompts)]
+
+    monkeypatch.setattr(demo, "reload", other)
+    with pytest.raises(RetrofitError, match="does not compute"):
+        run_demo(output=tmp_path / "out")
+
+
+def test_a_broken_export_is_told_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(RetrofitError, match="does not load in a fresh process"):
+        reload(tmp_path, documents(1, 9, generator(0, "test")), ["the"])
+
+
+def test_questions_are_the_first_of_their_documents() -> None:
+    ids = documents(20, 256, generator(0, "test"))
+    found = []
+    for row in ids:
+        words, seen = [WORDS[token] for token in row], dict[str, int]()
+        for at in range(1, len(words)):
+            if (name := words[at - 1]) in NAMES:
+                if at - seen.get(name, at) > 72:
+                    found.append(Question(words[:at], at - seen[name]))
+                    assert found[-1].answer == words[at] == words[seen[name]]
+                    break
+                seen[name] = at
+    assert pick_questions(ids, exact=36, count=5) == found[:5]

@@ -1,0 +1,113 @@
+"""One process of a distributed run, started by test_processes.py: trains, resumes, and leaves what it found as JSON."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor
+
+import retrofit
+from distill.arguments import DistillArguments
+from distill.data.split import PackedRows
+from distill.parallel.processes import join, trainer_settings
+from distill.parallel.zero import find_config, is_partitioned
+from distill.trainer import DistillTrainer
+from retrofit.head import gathered
+from tests.conftest import tiny_base
+
+STEPS, STOP, GLOBAL_BATCH = 4, 2, 4
+
+
+class Uneven(PackedRows):
+    """Rows with very different numbers of labels, so that the mean of the processes' means is another number."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        return {**row, "labels": row["labels"].masked_fill((7 * torch.arange(70) + index) % 24 > index, -100)}
+
+
+def rows() -> Uneven:
+    """24 rows of 70 tokens."""
+    return Uneven(torch.randint(3, 101, (24 * 70,), generator=torch.Generator().manual_seed(1)), 70)
+
+
+def trainer_of(folder: Path, batch: int, dtype: torch.dtype = torch.float32, **more: Any) -> DistillTrainer:
+    """A trainer for the same tiny model and run in every test; ``batch`` rows per process."""
+    base = tiny_base("Qwen2").to(dtype)
+    torch.manual_seed(3)
+    model = retrofit.patch(base, memory="ahn-gdn", window=6, sinks=2)
+    arguments = DistillArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        adam_epsilon=1e-4,  # a gradient of rounding errors moves a weight as far as any other, without
+        window_sampling="ahn",
+        logging_steps=1,
+        save_steps=STOP,
+        eval_strategy="steps",
+        eval_steps=STOP,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        report_to="none",
+        **more,
+    )
+    data = rows()
+    return DistillTrainer(model, arguments, data, Uneven(data.rows[:5].flatten(), 70))
+
+
+def curve(trainer: DistillTrainer, key: str) -> list[float]:
+    """Everything logged under ``key``."""
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def weights(trainer: DistillTrainer) -> dict[str, Tensor]:
+    """The memory's, whole."""
+    parameters = dict(trainer.model.memory_parameters())
+    with gathered(parameters.values()):
+        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def main(folder: Path, mode: str, dtype: str) -> None:
+    config = find_config(None if mode == "ddp" else mode)
+    processes = join(deepspeed=config is not None)
+    batch = GLOBAL_BATCH // processes.count
+    drawn = []
+    straight = trainer_of(folder / "straight", batch, getattr(torch, dtype), **trainer_settings(config))
+    set_window = straight.model.set_window
+    straight.model.set_window = lambda window, sinks: (drawn.append((window, sinks)), set_window(window, sinks))
+    straight.train()
+    wrapper = straight.model_wrapped
+    facts = {
+        "wrapper": type(wrapper).__name__,
+        "stage": 0 if config is None else wrapper.zero_optimization_stage(),
+        "world": torch.distributed.get_world_size(),
+        "partitioned": is_partitioned(straight.model),
+        "losses": curve(straight, "loss"),
+        "eval": curve(straight, "eval_kl"),
+        "window_only": curve(straight, "eval_kl_window_only"),
+        "dtypes": sorted({str(value.dtype) for value in weights(straight).values()}),
+        "base_dtypes": sorted({str(p.dtype) for n, p in straight.model.named_parameters() if ".memory." not in n}),
+    }
+    facts["windows"] = processes.all_of(drawn)
+    # saved at the end of a run, from all processes
+    straight.save_model(str(folder / "adapter"))
+    trained = weights(straight)
+    AcceleratorState._reset_state()  # a second run in this process would find the first one's engine
+    again = trainer_of(folder / "again", batch, getattr(torch, dtype), **trainer_settings(config))
+    torch.manual_seed(99)  # whatever state the new process is in
+    again.train(resume_from_checkpoint=str(folder / "straight" / f"checkpoint-{STOP}"))
+    resumed = weights(again)
+    facts["resumed_equal"] = all(torch.equal(value, resumed[name]) for name, value in trained.items())
+    facts["resumed_losses"] = curve(again, "loss")
+    if processes.main:
+        torch.save(trained, folder / "trained.pt")
+        (folder / "facts.json").write_text(json.dumps(facts))
+    processes.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

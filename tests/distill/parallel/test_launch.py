@@ -1,0 +1,167 @@
+"""Launching, with processes that do nothing but end in some way: what the command then says, and with which status."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from distill.parallel.launch import Machines, launch
+from distill.parallel.processes import LAUNCHED
+from patches.errors import RetrofitError
+from tests.helpers import ROOT
+
+TWO = Machines(nproc=2)
+
+
+def script(folder: Path, code: str) -> list[str]:
+    """A command whose ``second`` is true in the second process."""
+    file = folder / "script.py"
+    file.write_text(f"import os, signal, sys, time\nsecond = os.environ['RANK'] == '1'\n{code}")
+    return [str(file)]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What :func:`launch` sets for its processes goes again; no GPU is asked for."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def test_every_process_runs_the_command(tmp_path: Path) -> None:
+    code = f"open(r'{tmp_path}/' + os.environ['RANK'] + '-of-' + os.environ['WORLD_SIZE'], 'w')"
+    launch(script(tmp_path, code), TWO)
+    assert {path.name for path in tmp_path.iterdir()} == {"script.py", "0-of-2", "1-of-2"}
+
+
+def test_a_signal_is_handed_on_to_all(tmp_path: Path) -> None:
+    code = f"""
+def stop(*_):
+    open(r'{tmp_path}/stopped-' + os.environ['RANK'], 'w')
+    sys.exit(130)
+signal.signal(signal.SIGTERM, stop)
+open(r'{tmp_path}/ready-' + os.environ['RANK'], 'w')
+while second and not os.path.exists(r'{tmp_path}/ready-0'):
+    time.sleep(0.01)
+if second:
+    os.kill(os.getppid(), signal.SIGINT)
+time.sleep(60)
+"""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as stopped:
+        launch(script(tmp_path, code), TWO)
+    assert stopped.value.code == 130
+    assert {path.name for path in tmp_path.glob("stopped-*")} == {"stopped-0", "stopped-1"}
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_killed_command_takes_its_processes_along(tmp_path: Path) -> None:
+    code = f"""
+from distill.parallel.processes import join
+join(deepspeed=False)
+open(r'{tmp_path}/ready-' + os.environ['RANK'], 'w')
+time.sleep(100)
+"""
+    command = (
+        f"from distill.parallel.launch import Machines, launch; launch({script(tmp_path, code)!r}, Machines(nproc=2))"
+    )
+    with subprocess.Popen([sys.executable, "-c", command]) as launcher:
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            assert launcher.poll() is None
+            time.sleep(0.01)
+        children = psutil.Process(launcher.pid).children()
+        launcher.kill()
+    alive = psutil.wait_procs(children, timeout=10)[1]
+    for process in alive:
+        process.kill()
+    assert len(children) == 2
+    assert not alive
+
+
+def test_a_hung_step_ends_soon_and_a_slow_tokenizer_does_not(tmp_path: Path) -> None:
+    code = f"""
+from datetime import timedelta
+import torch
+from distill.parallel import processes
+processes.IN_STEP = timedelta(seconds=2)
+these = processes.join(deepspeed=False)
+with these.main_first():
+    time.sleep(0 if second else 4)
+if not second:
+    try:
+        torch.distributed.all_reduce(torch.ones(1))
+    except RuntimeError:
+        open(r'{tmp_path}/gave-up', 'w')
+while not os.path.exists(r'{tmp_path}/gave-up'):
+    time.sleep(0.1)
+os._exit(0)
+"""
+    launch(script(tmp_path, code), TWO)
+    assert (tmp_path / "gave-up").exists()
+
+
+def test_what_one_process_says_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = f"""
+from distill.parallel import tell_launcher
+if second:
+    tell_launcher('the disk is full')
+    open(r'{tmp_path}/said', 'w')
+    sys.exit(2)
+while not os.path.exists(r'{tmp_path}/said'):
+    time.sleep(0.01)
+tell_launcher('Traceback: the connection to process 1 is lost')
+sys.exit(1)
+"""
+    with pytest.raises(RetrofitError, match=r"^the disk is full$"):
+        launch(script(tmp_path, code), TWO)
+    assert capfd.readouterr().err == ""
+
+
+def test_an_unexpected_error_shows_its_traceback_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as failed:
+        launch(script(tmp_path, "assert not second, 'a bug'\ntime.sleep(60)"), TWO)
+    assert failed.value.code == 1
+    said = capfd.readouterr().err
+    assert said.count("AssertionError: a bug") == 1
+    assert "process 1 failed, with status 1" in said
+
+
+def test_a_killed_process_is_one_sentence(tmp_path: Path) -> None:
+    code = "if second: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    with pytest.raises(RetrofitError, match="process 1 was ended by SIGKILL: the machine ran out of memory, most"):
+        launch(script(tmp_path, code), TWO)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"nnodes": 2}, "give --master-addr too"),
+        ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "with --nnodes 2 it is below 2"),
+    ],
+)
+def test_flags_that_cannot_be_are_one_sentence(flags: dict[str, int | str], said: str) -> None:
+    with pytest.raises(RetrofitError, match=said):
+        Machines(**flags)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RetrofitError, match="--nproc 2: this machine has 1 GPU, and each process needs one"):
+        Machines(nproc=2)
+    assert not Machines(nproc=1).needed(deepspeed=False)
+    assert Machines(nproc=1).needed(deepspeed=True)
+
+
+def test_under_another_launcher_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip((*LAUNCHED, "LOCAL_WORLD_SIZE"), ("0", "2", "0", "localhost", "29500", "2"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert not Machines(nproc=2).needed(deepspeed=True)
+    with pytest.raises(RetrofitError, match="a launcher has started 2 processes here already"):
+        Machines(nproc=3)

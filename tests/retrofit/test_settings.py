@@ -1,0 +1,51 @@
+"""Settings: one declaration serves recipes, flags, the trainer's arguments and the docs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distill.arguments import DistillArguments
+from distill.recipe import Recipe
+from patches.errors import RetrofitError
+from retrofit.settings import markdown, settings
+
+KEYS = settings(Recipe)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_takes_its_default_and_says_what_it_is(name: str) -> None:
+    key = KEYS[name]
+    assert key.check(key.default) == key.default
+    assert key.help.endswith(".")
+    text = key.default if key.kind is str and key.default is not None else json.dumps(key.default)
+    assert key.parse(text) == key.default
+    if key.argument:
+        assert key.argument in DistillArguments.__dataclass_fields__
+
+
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.kind in (int, float)])
+@pytest.mark.parametrize("value", ["1" + "0" * 30, ".inf", ".nan", "-1", "true", "many"])
+def test_no_number_is_without_limits(name: str, value: str) -> None:
+    with pytest.raises(RetrofitError):
+        KEYS[name].parse(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("layers", "[0, 2]", [0, 2]),
+        ("lr", "1e-3", 1e-3),
+        ("steps", "7", 7),
+        ("base", "none", None),
+        ("warmup", "2", 2.0),
+    ],
+)
+def test_flags_are_parsed(name: str, text: str, value: object) -> None:
+    found = KEYS[name].parse(text)
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_the_docs_hold_the_table() -> None:
+    page = Path(__file__).parents[2] / "docs" / "distillation.md"
+    assert markdown(Recipe) in page.read_text(encoding="utf-8")

@@ -1,0 +1,133 @@
+"""Flags that are made from settings: every key has one, and what it says is what the settings say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill.recipe import Recipe
+from retrofit.evaluation.settings import Settings
+from retrofit.settings import Setting, settings
+from tests.test_cli import refused, run
+
+RECIPE = {
+    "base": "b",
+    "data": "d",
+    "output": "o",
+    "init_adapter": "a",
+    "report_to": "wandb",
+    "memory": "kvm",
+    "options": {"rows": 4},
+    "lora": {"r": 8},
+    "layers": [0, 2],
+    "data_name": "n",
+    "data_revision": "v1",
+    "data_split": "test",
+    "max_samples": 7,
+    "holdout": 0.25,
+    "adam_beta2": 0.5,
+    "deepspeed": "zero2",
+}
+EVAL = {"data": "t", "window": 8, "sinks": 1, "seq_len": 64, "haystack": "h", "benchmark_data": "d", "limit": 3}
+EVAL |= {"probes": ("passkey",), "adapters": ("x", "y"), "benchmarks": ("longbench",), "tasks": ("a", "b")}
+EVAL |= {"depths": (0.5, 1.0), "include_path": "p"}
+
+
+def other(key: Setting, chosen: dict[str, Any]) -> Any:
+    """A value that is not the default."""
+    if key.name in chosen:
+        return chosen[key.name]
+    if key.choices:
+        return key.choices[-1] if key.default != key.choices[-1] else key.choices[0]
+    values = {bool: not key.default, tuple: (7, 9)}
+    return values[key.kind] if key.kind in values else key.kind(key.default + 1)
+
+
+def flags(of: Any, chosen: dict[str, Any]) -> list[str]:
+    """The command line that sets every key."""
+    line = []
+    for name, key in settings(of).items():
+        value, flag = other(key, chosen), key.flag or f"--{name.replace('_', '-')}"
+        if name == "chunk":
+            continue
+        if key.kind is bool:
+            line += [flag]
+        elif key.kind is tuple:
+            line += [part for one in value for part in (flag, str(one))]
+        else:
+            line += [flag, value if isinstance(value, str) else json.dumps(value)]
+    return line
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the verbs make of a command line."""
+    found: list[Any] = []
+
+    def keep(of: Any, *_: object, **__: object) -> None:
+        found.append(of)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("distill.dry_run.dry_run", keep)
+    monkeypatch.setattr("retrofit.evaluation.run.run_evaluation", keep)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("verb", "of", "chosen"),
+    [(["distill", "small-text-ahn-gdn", "--dry-run"], Recipe, RECIPE), (["eval", "m"], Settings, EVAL)],
+    ids=["distill", "eval"],
+)
+def test_every_setting_has_a_flag(verb: list[str], of: Any, chosen: dict[str, Any], seen: list[Any]) -> None:
+    assert run(*verb, *flags(of, chosen)).exit_code == 130
+    (made,) = seen
+    for name, key in settings(of).items():
+        if name != "chunk":
+            assert getattr(made, name) == other(key, chosen) != key.default, name
+
+
+def test_what_no_flag_says_is_left_as_it_was(seen: list[Any]) -> None:
+    assert run("distill", "qwen2.5-3b-joint", "--steps", 3, "--dry-run").exit_code == 130
+    assert run("eval", "m").exit_code == 130
+    recipe, evaluation = seen
+    shipped = Recipe.from_dict({**Recipe(base="b").to_dict()})
+    assert (recipe.steps, recipe.memory) == (3, "joint")
+    assert recipe.seq_len != shipped.seq_len
+    assert evaluation == Settings("m")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["distill", "b", "--layers", "[x]"], "layers: ['x'] is not a list of whole numbers"),
+        (["distill", "b", "--lora", "3"], "lora: 3 is not a mapping"),
+        (["distill", "b", "--lora", "{r: *a}"], "lora: not a YAML file"),
+        (["distill", "b", "--steps", "9" * 30], "is out of range, it must be at most"),
+        (["distill", "b", "--lr", "nan"], "lr: nan is out of range, it must be more than 0"),
+        (["distill", "b", "--loss", "kll"], "loss: 'kll' is not one of kl, ce, mse (did you mean 'kl'?)"),
+        (["eval", "m", "--rows", "0"], "eval_rows: 0 is out of range, it must be 1 or more"),
+        (["eval", "m", "--length", "0"], "lengths: 0 is out of range, it must be 1 or more"),
+        (["eval", "m", "--depth", "nan"], "depths: nan is out of range"),
+        (["eval", "m", "--dtype", "int8"], "dtype: 'int8' is not one of"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_setting_refuses_its_flag_refuses(line: list[str], said: str) -> None:
+    refused(run(*line), said)
+
+
+@pytest.mark.parametrize(("verb", "of"), [("distill", Recipe), ("eval", Settings)])
+def test_help_says_what_the_settings_say(verb: str, of: Any) -> None:
+    page = " ".join(run(verb, "--help").output.split())
+    for name, key in settings(of).items():
+        if name != "chunk":
+            assert (key.flag or f"--{name.replace('_', '-')}") in page
+            assert key.help.split(".")[0][:20] in page
+
+
+def test_a_recipe_that_is_no_mapping(tmp_path: Path) -> None:
+    for text in ("- a", "hello", "5", "[]", "false", "2001-01-01"):
+        (tmp_path / "r.yaml").write_text(text)
+        for line in (["distill", tmp_path / "r.yaml"], ["recipes", "check", tmp_path / "r.yaml"]):
+            refused(run(*line), "a recipe is a mapping of keys to values")

@@ -45,6 +45,7 @@ NOT_RUN = {
     "lm_eval": "tests/retrofit/evaluation/test_harness.py runs this very command",
     "hf": "asks for a token",
     "--dry-run": "half a minute; tests/test_recipes.py does it with every recipe",
+    "serve": "becomes an engine that goes on for ever; tests/serving runs it",
     "bench": "starts processes of its own; tests/retrofit/test_bench.py runs it",
 }
 # after the page's own words, so that a tiny model on one core has done soon: the last value of a flag counts

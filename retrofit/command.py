@@ -1,6 +1,6 @@
 """The verbs of a retrofit's life: patch, merge, convert, generate, push, and the doctor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ app = Verbs()
 @app.verb(
     "retrofit patch Qwen/Qwen2.5-0.5B --window 4096 --sinks 4 -o sinks-and-window",
     "retrofit patch Qwen/Qwen2.5-0.5B --option layers=[0,2] --option others=window -o some-layers",
+    "retrofit patch Qwen/Qwen2.5-0.5B --memory expected --window 2048 --data corpus.txt -o chosen-rows",
 )
 def patch(
     base: Base,
@@ -24,6 +25,9 @@ def patch(
     window: Window = 4096,
     sinks: Sinks = 4,
     option: Options = None,
+    data: Annotated[
+        str | None, typer.Option(help="Text for a memory that calibrates (`expected`), of the kinds it will meet.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Export BASE with an untrained memory.
@@ -31,7 +35,22 @@ def patch(
     The export is a custom architecture with the weights and the tokenizer of BASE.
     """
     options = pairs("--option", option, taken=("base", "memory", "window", "sinks", "model_kwargs"))
-    _export(lambda: retrofit.patch(base, memory, window, sinks, **options), [base], output, overwrite)
+    from patches.kinds import find_kind
+
+    calibrates = find_kind(memory).calibrates
+    if calibrates != (data is not None):
+        needs = "measures queries on text: add --data FILE" if calibrates else "has nothing to calibrate: drop --data"
+        raise RetrofitError(f"memory {memory!r} {needs}")
+
+    def build() -> Any:
+        model = retrofit.patch(base, memory, window, sinks, **options)
+        if data is not None:
+            from retrofit.calibration import read_texts
+
+            retrofit.calibrate(model, read_texts(data, base))
+        return model
+
+    _export(build, [base], output, overwrite, data=[] if data is None else [data])
 
 
 @app.verb("retrofit merge Qwen/Qwen2.5-0.5B runs/first/adapter -o first-merged")
@@ -143,7 +162,9 @@ def doctor(json_file: Json = None) -> None:
         raise typer.Exit(1)
 
 
-def _export(build: Callable[[], Any], inputs: list[str], output: Path, overwrite: bool) -> None:
+def _export(
+    build: Callable[[], Any], inputs: list[str], output: Path, overwrite: bool, data: Sequence[str] = ()
+) -> None:
     """Write the model that ``build`` makes of ``inputs`` (the base first) to ``output``; say what was written.
 
     The base's tokenizer goes with it, if there is one.
@@ -152,7 +173,7 @@ def _export(build: Callable[[], Any], inputs: list[str], output: Path, overwrite
     from retrofit.files import check_output
     from retrofit.loading import load_tokenizer
 
-    check_output(output, overwrite, inputs)
+    check_output(output, overwrite, inputs, data=data)
     model = build()
     try:
         tokenizer = load_tokenizer(inputs[0])

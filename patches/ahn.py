@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .linear import HeadLinear, ReadNorm, WideLinear, unit
+from .linear import HeadLinear, ReadNorm, WideLinear
 from .on_window import MatrixMemory
-from .scan import gated_delta_rule, linear_attention
+from .scan import gated_delta_rule, linear_attention, unit
 
 
 class DeltaNet(MatrixMemory):
@@ -124,9 +124,9 @@ class Mamba2(MatrixMemory):
         step = gates.transpose(1, 2)  # (B, H, m)
         groups = self.heads // self.kv_heads
         q, k, v = (h.to(gates.dtype) for h in (q, k, v))
-        k, v = F.normalize(k, dim=-1).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        k, v = unit(k).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         log_decay = -step * self.A_log.to(step.dtype).exp()[:, None]
-        read, state = linear_attention(F.normalize(q, dim=-1), k, v * step.unsqueeze(-1), log_decay, state)
+        read, state = linear_attention(unit(q), k, v * step.unsqueeze(-1), log_decay, state)
         gate = F.silu(self.g_proj(x)).unsqueeze(-1)
         read = read.transpose(1, 2) * gate  # (B, m, H, D)
         return self.read_proj(self.read_norm(read.flatten(2)).view_as(read)), state

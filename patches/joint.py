@@ -16,12 +16,12 @@ from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
-from .linear import HeadLinear, WideLinear, unit
+from .linear import HeadLinear, WideLinear
 from .memory import Joined
 from .on_window import WindowOnly, behind
 from .options import Options
 from .rotary import unrotate
-from .scan import gated_delta_rule, linear_attention
+from .scan import gated_delta_rule, linear_attention, unit
 from .step import Evicted, Step
 
 MASS_EPS = 1e-3  # beside the mass when the linear branch is read

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
+from .kernels import gated_delta_rule, linear_attention
 from .linear import WideLinear, wide
 from .memory import Joined
 from .options import above_zero, true_or_false, whole_number
-from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, per_query
-from .scan import gated_delta_rule, linear_attention
+from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token
 from .step import Step
 
 UNIT_EPS = 1e-5  # beside the length of a key or query that is normalised
@@ -61,8 +61,14 @@ def write_and_read_steps(
     return torch.stack(readings, 2), A
 
 
+def _linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    q, k, v, log_decay = (x.transpose(1, 2) for x in (q, k, v, log_decay))
+    read, last = linear_attention(q, k, v, log_decay, state, scale=1.0)
+    return read.transpose(1, 2), last
+
+
 def _outer(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
-    return linear_attention(q, k, v * strength.unsqueeze(-1), log_decay, state)
+    return _linear(q, k, v * strength.unsqueeze(-1), log_decay, state)
 
 
 def _wedge(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
@@ -76,9 +82,9 @@ def _delta(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor,
     # the gated delta rule measures the error after the decay: the same with eta / lambda and lambda v
     decay = log_decay.exp()
     v, strength = v * decay.unsqueeze(-1), strength / decay
-    k, v, strength, log_decay = (per_query(x, q) for x in (k, v, strength, log_decay))
-    read, last = gated_delta_rule(q, k, v, strength, log_decay, None if state is None else per_query(state, q))
-    return read, last[:, :1].clone()  # a view would keep the copies for the other queries alive
+    q, k, v, strength, log_decay = (x.transpose(1, 2) for x in (q, k, v, strength, log_decay))
+    read, last = gated_delta_rule(q, k, v, strength, log_decay, state, scale=1.0)
+    return read.transpose(1, 2), last
 
 
 # the fast form of each rule; arguments and results as write_and_read_steps
@@ -170,7 +176,7 @@ class Timescale(nn.Module):
         q, k, v, log_decay, strength = (x.flatten(0, 2) for x in (q, k, v, log_decay, strength))
         read, state = RULES[rule](q, k, v, strength, log_decay, _folded(state))
         if z_norm:
-            found, mass = linear_attention(q, k, strength.unsqueeze(-1), log_decay, _folded(mass))
+            found, mass = _linear(q, k, strength.unsqueeze(-1), log_decay, _folded(mass))
             read, mass = read / found.abs().clamp_min(1), mass.reshape(rows[0], -1, *mass.shape[2:])
         return read.unflatten(0, rows), state.reshape(rows[0], -1, *state.shape[2:]), mass
 

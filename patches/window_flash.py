@@ -56,7 +56,7 @@ def flash_window(
 
 def flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """One token on every key, with the log-sum-exp and without a gradient; as ``decode_attention`` of kernels.py."""
-    out, lse = flash_forward(q, k, v, None, None, 1, k.shape[1], None, scale)[:2]
+    out, lse = flash_forward((q, k, v), None, None, 1, k.shape[1], None, scale)[:2]
     return out, lse.transpose(1, 2)
 
 
@@ -116,8 +116,8 @@ class _Window(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         n, length = q.shape[1], k.shape[1]
-        rows: Any = [_flat(x) if plan.keys is not None else x for x in (q, k, v)]
-        out, lse, *random = flash_forward(*rows, plan.queries, plan.keys, n, length, plan.window, plan.scale)
+        rows = [_flat(x) if plan.keys is not None else x for x in (q, k, v)]
+        out, lse, *random = flash_forward(rows, plan.queries, plan.keys, n, length, plan.window, plan.scale)
         if plan.keys is not None:
             out, lse = out.unflatten(0, (-1, n)), lse.unflatten(1, (-1, n)).transpose(0, 1)
         if sink_k.shape[1]:
@@ -184,9 +184,7 @@ def _window_grads(
 
 
 def flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    rows: Sequence[Tensor],
     queries: Tensor | None,
     keys: Tensor | None,
     most_queries: int,
@@ -197,15 +195,13 @@ def flash_forward(
     """Output, log-sum-exp and the state of its random numbers; the last query stands beside the last key.
 
     Args:
-        q, k, v: ``(B, n, H, D)``, or ``(tokens, H, D)`` with where each sequence begins in ``queries`` and ``keys``.
+        rows: q, k, v ``(B, n, H, D)``, or ``(tokens, H, D)`` with where each sequence begins in ``queries`` and ``keys``.
         most_queries, most_keys: length of the longest sequence.
         window: how many keys a query sees, its own included; None: all there are.
     """
     left, right = (-1, -1) if window is None else (window - 1, 0)
     out, lse, *random, _ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
+        *rows,
         queries,
         keys,
         most_queries,

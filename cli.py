@@ -25,7 +25,7 @@ ROOMS = {
     "serve": "retrofit.serving.command",
     "eval": "retrofit.evaluation.command",
     "report": "retrofit.report.command",
-    "bench": "retrofit.bench.command",
+    "bench": "distill.bench.command",
     "estimate": "retrofit.costs.command",
     "recipes": "distill.command",
     "push": "retrofit.command",

@@ -25,6 +25,7 @@ class Memory(nn.Module):
         window, sinks: W and S; run-time settings, changed by ``set_window``.
         Options: dataclass of the kind's own options.
         trainable: whether there is anything to distil.
+        calibrates: whether it learns from texts that it is shown, by ``observe`` and ``settle``, without gradients.
         needs_key_bias: whether it must know what the base adds to every key.
         writes_back: whether each step changes the whole state, or only reads it.
     """
@@ -32,6 +33,7 @@ class Memory(nn.Module):
     is_retrofit_memory = True
     kind: ClassVar[str]
     trainable: ClassVar[bool] = True
+    calibrates: ClassVar[bool] = False
     needs_key_bias: ClassVar[bool] = False
     writes_back: ClassVar[bool] = False
     Options: ClassVar[type[Options]] = Options

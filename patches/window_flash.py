@@ -195,7 +195,7 @@ def flash_forward(
     """Output, log-sum-exp and the state of its random numbers; the last query stands beside the last key.
 
     Args:
-        rows: q, k, v ``(B, n, H, D)``, or ``(tokens, H, D)`` with where each sequence begins in ``queries`` and ``keys``.
+        rows: q, k, v ``(B, n, H, D)``, or ``(tokens, H, D)`` with each sequence's first token in ``queries`` and ``keys``.
         most_queries, most_keys: length of the longest sequence.
         window: how many keys a query sees, its own included; None: all there are.
     """

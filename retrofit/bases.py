@@ -28,7 +28,9 @@ def built_in(name: str) -> Any:
     known = {key.lower(): shape for key, shape in BUILT_IN.items()}
     key = name.lower().removeprefix("qwen/")
     if key not in known:
-        raise RetrofitError(f"no shape is known for {name!r}{nearest(name, BUILT_IN)}: known are {', '.join(BUILT_IN)}")
+        raise RetrofitError(
+            f"the shape of {name!r} is not built in{nearest(name, BUILT_IN)}: built in are {', '.join(BUILT_IN)}"
+        )
     hidden, layers, heads, kv_heads, ffn, vocabulary, tied = known[key]
     return Qwen2Config(
         hidden_size=hidden,

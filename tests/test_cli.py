@@ -267,12 +267,12 @@ def test_the_output_never_replaces_the_base(
     base = shutil.copytree(byte_checkpoint, tmp_path / "bases" / "base")
     before = sorted(path.name for path in base.iterdir())
     arguments = verbs_on(base, text, base.parent if above else base, adapter)[verb]
-    refused(run(*arguments, "--overwrite"), "which is read here")
+    refused(run(*arguments, "--overwrite"), "which is an input")
     assert sorted(path.name for path in base.iterdir()) == before
 
 
 def test_the_output_never_replaces_the_adapter(byte_checkpoint: Path, adapter: Path) -> None:
-    refused(run("merge", byte_checkpoint, adapter, "-o", adapter, "--overwrite"), "which is read here")
+    refused(run("merge", byte_checkpoint, adapter, "-o", adapter, "--overwrite"), "which is an input")
     assert (adapter / "adapter_config.json").is_file()
 
 

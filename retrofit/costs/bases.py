@@ -6,8 +6,7 @@ from typing import Any
 from transformers import Qwen2Config
 
 from patches.errors import RetrofitError, nearest
-
-from .loading import load_config
+from retrofit.loading import load_config
 
 # hidden, layers, query heads, key/value heads, feed-forward, vocabulary, tied: the config.json of each on the Hub
 _QWEN25 = {

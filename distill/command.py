@@ -25,7 +25,10 @@ def demo(
     overwrite: Overwrite = False,
     json_file: Json = None,
 ) -> None:
-    """Teach a small model on a made-up text, give it a memory, distil, compare, save, load and generate."""
+    """Run the whole job on a small made-up example.
+
+    It teaches a small model, gives it a memory, distils, compares, saves, loads and generates.
+    """
     if memory == "all":
         from distill.demo.every_kind import run_all
 
@@ -69,9 +72,10 @@ def distill(
     json_file: Json = None,
     **given: Any,
 ) -> None:
-    """Fit a memory to BASE, or as RECIPE says, by self-distillation: writes DIR/adapter, DIR/model, DIR/metrics.json.
+    """Fit a memory to BASE, or as RECIPE says.
 
-    Every key of a recipe has a flag, which overrides the recipe.
+    The model with its memory learns to predict what it predicts with full attention. The run writes DIR/adapter,
+    DIR/model and DIR/metrics.json. Every key of a recipe has a flag, which overrides the recipe.
     """
     is_recipe = source in shipped_recipes() or Path(source).suffix in (".yaml", ".yml")
     values = read_recipe(source) if is_recipe else {"base": source}
@@ -108,7 +112,7 @@ RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file
 
 @recipes.verb("retrofit recipes ls")
 def ls() -> None:
-    """List the recipes that come with the package, each with its first line."""
+    """List the recipes that come with the package."""
     shipped = shipped_recipes()
     width = max(map(len, shipped), default=0)
     for name, path in shipped.items():
@@ -127,7 +131,7 @@ def cp(
     target: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")],
     overwrite: Overwrite = False,
 ) -> None:
-    """Copy a recipe to a file of your own, where you can edit it."""
+    """Copy a recipe to a file that you can edit."""
     path = _file(recipe)
     if target.exists() and not overwrite:
         raise typer.BadParameter(f"{target} exists: choose another name or pass --overwrite")
@@ -138,7 +142,10 @@ def cp(
 def check(
     names: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="Files or shipped names.")] = None,
 ) -> None:
-    """Check recipes; without an argument, all that come with the package."""
+    """Check recipes.
+
+    Without an argument, those that come with the package are checked.
+    """
     from distill.preflight import check_recipe
 
     for name in names or shipped_recipes():

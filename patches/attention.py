@@ -26,12 +26,16 @@ class MemoryAttention(Host):
 
     memory: Memory
 
-    def rotated_heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``(B, H, n, D)``, keys and values ``(B, H_kv, n, D)`` of ``x`` (B, n, E); the first two rotated."""
+    def plain_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``(B, H, n, D)``, keys and values ``(B, H_kv, n, D)`` of ``x`` (B, n, E), not yet rotated."""
         shape = (*x.shape[:-1], -1, self.head_dim)
         q, k = self.normalised(self.q_proj(x).view(shape), self.k_proj(x).view(shape))
-        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
-        v = self.v_proj(x).view(shape).transpose(1, 2)
+        return q.transpose(1, 2), k.transpose(1, 2), self.v_proj(x).view(shape).transpose(1, 2)
+
+    def rotated_heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`plain_heads`, the first two rotated."""
+        q, k, v = self.plain_heads(x)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         # under autocast the rotation has made them float32; the base's attention would round them when it uses them
         return q.to(v.dtype), k.to(v.dtype), v
 

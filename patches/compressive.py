@@ -71,13 +71,12 @@ class Compressive(Memory):
         """Evicted tokens that may be waiting for their group to complete."""
         return self.options.ratio - 1
 
-    def state_elements(self) -> int:
-        return (self.rows + self.tail) * 2 * self.kv_heads * self.head_dim
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        shape = (self.kv_heads, self.rows + self.tail, self.head_dim)
+        return {"keys": shape, "values": shape}
 
-    def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
-        if tokens is not None and tokens <= self.capacity:
-            return 0
-        return self.state_elements() * dtype.itemsize  # pooled rows stay in the cache's own dtype
+    def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype  # pooled rows stay in the cache's own
 
     def seen_beyond(self, t: Tensor) -> Tensor:
         index = t - self.sinks

@@ -17,6 +17,7 @@ from .scan import STEPWISE, unit
 
 # key and value sizes are filled up to a multiple: rows of whole 16 bytes, and even, as the 16-bit backward asks
 TILE = 8
+FORGOTTEN = -30.0  # log of a decay of 1e-13
 INSTALL = "pip install 'retrofit-lm[fla]'"
 
 
@@ -123,7 +124,11 @@ def _run(
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     q, k, v = _filled(q.to(dtype)), _filled(_per_query(k, H).to(dtype)), _filled(_per_query(v, H).to(dtype))
     gates = {} if beta is None else {"beta": _per_query(beta, H)}
-    g = q.new_zeros(B, T, H, dtype=torch.float32) if log_decay is None else _per_query(log_decay, H).float()
+    if log_decay is None:
+        g = q.new_zeros(B, T, H, dtype=torch.float32)
+    else:
+        # it sums them over a chunk in float32: what forgets all that float32 could keep must not drown the others
+        g = _per_query(log_decay, H).float().clamp_min(FORGOTTEN)
     if state is not None:
         state = pad(state.float(), (0, -V % TILE, 0, -K % TILE)).repeat_interleave(H // states, 1)
     out, last = run(q=q, k=k, v=v, g=g, **gates, scale=scale, initial_state=state, output_final_state=True)

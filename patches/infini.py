@@ -106,8 +106,8 @@ class InfiniAttention(UngatedMemory):
         init.zeros_(self.beta)
         init.zeros_(self.factor)  # a fresh memory adds exactly nothing, and still has a gradient
 
-    def state_elements(self) -> int:
-        return self.kv_heads * self.head_dim * (self.head_dim + 1)
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        return {"matrix": (self.kv_heads, self.head_dim, self.head_dim), "mass": (self.kv_heads, self.head_dim)}
 
     @property
     def products(self) -> float:

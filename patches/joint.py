@@ -155,8 +155,9 @@ class JointMemory(WindowOnly):
             self.delta.reset_parameters(logit=-1.0)
             init.zeros_(self.familiarity)
 
-    def state_elements(self) -> int:
-        return self.heads * (1 + self.both) * self.features * (self.head_dim + 1)
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        shape = (self.heads, self.features, self.head_dim + 1)
+        return {"linear": shape, "delta": shape} if self.both else {"linear": shape}
 
     def write_gates(self, x: Tensor) -> Tensor:
         """Writing strength and log decay of each branch and head, ``(B, n, 2 H)`` or ``(B, n, 4 H)``, float32."""

@@ -26,6 +26,8 @@ from .window import decode_attention as blocked_decode
 from .window import decode_attention_lse as blocked_decode_lse
 from .window import window_attention as blocked_window
 from .window import window_attention_lse as blocked_window_lse
+from .window_flash import fits, flash_decode, flash_window, needs_flash
+from .window_flex import flex_window, needs_flex
 
 logger = logging.get_logger(__name__)
 
@@ -190,6 +192,24 @@ def _per_state(x: Tensor, states: int) -> Tensor:
     return x if x.shape[1] == states else x.repeat_interleave(states // x.shape[1], 1)
 
 
+def _flash_window(q: Tensor, *rows: Tensor, lse: bool, max_pad: int, dropout: float, **how: Any) -> Any:
+    if dropout or not fits(q.shape[-1], lse):
+        return _torch_window(q, *rows, lse=lse, max_pad=max_pad, dropout=dropout, **how)
+    return flash_window(q, *rows, lse=lse, **how)
+
+
+def _flex_window(q: Tensor, *rows: Tensor, lse: bool, max_pad: int, dropout: float, **how: Any) -> Any:
+    if dropout:
+        return _torch_window(q, *rows, lse=lse, max_pad=max_pad, dropout=dropout, **how)
+    return flex_window(q, *rows, lse=lse, **how)
+
+
+def _flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, lse: bool) -> Any:
+    if dropout or not lse or not fits(q.shape[-1], False):
+        return _torch_decode(q, k, v, scale=scale, dropout=dropout, lse=lse)
+    return flash_decode(q, k, v, scale=scale)
+
+
 def _torch_window(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, *, lse: bool, **how: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -214,6 +234,7 @@ class Kernel:
         backend: the name it goes by in ``RETROFIT_KERNELS``.
         devices: types of device it runs on; empty means all.
         dtypes: of the inputs; empty means all.
+        gradients: whether it serves where one is wanted.
         load: ``(device, gradient)`` to the function; raises ``ImportError`` with the reason if it cannot be had.
     """
 
@@ -222,12 +243,16 @@ class Kernel:
     load: Callable[[str, bool], Callable[..., Any]]
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
+    gradients: bool = True
 
 
 OPS = ("gated_delta_rule", "linear_attention", "window_attention", "decode_attention")
 TABLE: list[Kernel] = [
     Kernel("gated_delta_rule", "fla", load_gated_delta_rule, ("cuda",), SINGLES),
     Kernel("linear_attention", "fla", load_linear_attention, ("cuda",), SINGLES),
+    Kernel("window_attention", "flash", needs_flash(_flash_window), ("cuda",), HALVES),
+    Kernel("window_attention", "flex", needs_flex(_flex_window), ("cuda",), SINGLES),
+    Kernel("decode_attention", "flash", needs_flash(_flash_decode), ("cuda",), HALVES, gradients=False),
     Kernel("gated_delta_rule", "torch", lambda device, gradient: _torch_delta),
     Kernel("linear_attention", "torch", lambda device, gradient: _torch_linear),
     Kernel("window_attention", "torch", lambda device, gradient: _torch_window),
@@ -260,7 +285,7 @@ def find(op: str, device: str, dtype: torch.dtype, gradient: bool) -> tuple[Kern
     """
     forced, missing = forced_backends(), list[str]()
     for row in TABLE:
-        if row.op != op or (row.dtypes and dtype not in row.dtypes):
+        if row.op != op or (row.dtypes and dtype not in row.dtypes) or (gradient and not row.gradients):
             continue
         if forced:
             if row.backend not in forced and row.backend != "torch":

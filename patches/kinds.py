@@ -6,6 +6,7 @@ from .ahn import DeltaNet, GatedDeltaNet, Mamba2
 from .compressive import Compressive
 from .config import MemoryConfig
 from .errors import one_of
+from .expected import ExpectedAttention
 from .h2o import H2O
 from .infini import InfiniAttention
 from .joint import JointMemory
@@ -29,6 +30,7 @@ KINDS: dict[str, type[Memory]] = {
         InfiniAttention,
         KVM,
         Compressive,
+        ExpectedAttention,
     )
 }
 

@@ -192,19 +192,18 @@ class KVM(Memory):
     def _row_elements(self) -> int:
         return 2 * self.head_dim + 4
 
-    def state_elements(self) -> int:
-        """Of a growing budget: at the longest input the base is made for."""
-        rows = self.rows
-        if self.options.budget != "fixed":
-            rows = self.schedule.rows(max(1, (self.longest - self.sinks - self.window) // self.chunk))
-        return rows * self.kv_heads * self._row_elements
+    @property
+    def state_grows(self) -> bool:
+        return self.options.budget != "fixed"
 
-    def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
-        if tokens is None or tokens <= self.capacity:
-            return super().state_bytes(dtype, tokens)
-        blocks = (tokens - self.sinks - 1) // self.chunk + 1 - self.window // self.chunk
-        elements = self.schedule.rows(blocks) * self.kv_heads * self._row_elements
-        return elements * wide(dtype).itemsize
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        """A long sequence is, under a growing budget, the longest input the base is made for."""
+        rows = self.rows
+        if tokens is not None:
+            rows = self.schedule.rows((tokens - self.sinks - 1) // self.chunk + 1 - self.window // self.chunk)
+        elif self.state_grows:
+            rows = self.schedule.rows(max(1, (self.longest - self.sinks - self.window) // self.chunk))
+        return {"rows": (self.kv_heads, rows, self._row_elements)}
 
     def seen_beyond(self, t: Tensor) -> Tensor:
         index = t - self.sinks  # blocks are counted from behind the sinks

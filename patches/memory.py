@@ -4,6 +4,7 @@ The attention calls it with a :class:`Step`; once something must be evicted, it 
 projection. Everything a kind does differently (what it keeps, how it is read, where it joins, what it costs) is inside.
 """
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ class Memory(nn.Module):
         window, sinks: W and S; run-time settings, changed by ``set_window``.
         Options: dataclass of the kind's own options.
         trainable: whether there is anything to distil.
+        calibrates: whether it learns from texts that it is shown, by ``observe`` and ``settle``, without gradients.
         needs_key_bias: whether it must know what the base adds to every key.
         writes_back: whether each step changes the whole state, or only reads it.
     """
@@ -31,6 +33,7 @@ class Memory(nn.Module):
     is_retrofit_memory = True
     kind: ClassVar[str]
     trainable: ClassVar[bool] = True
+    calibrates: ClassVar[bool] = False
     needs_key_bias: ClassVar[bool] = False
     writes_back: ClassVar[bool] = False
     Options: ClassVar[type[Options]] = Options
@@ -101,9 +104,26 @@ class Memory(nn.Module):
 
     # ---- what it costs, for one sequence in one layer ----
 
-    def state_elements(self) -> int:
-        """Elements of the state of a long sequence, besides sinks and window."""
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        """The state's tensors by name, as ``step.layer.state`` holds them for a row of the batch.
+
+        Args:
+            tokens: of the sequence so far, more than ``capacity``; None means a long one.
+        """
         raise NotImplementedError
+
+    @property
+    def state_grows(self) -> bool:
+        """Whether it has no bound of its own."""
+        return False
+
+    def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the state in a ``dtype`` model."""
+        return wide(dtype)
+
+    def state_elements(self, tokens: int | None = None) -> int:
+        """Elements of the state, besides sinks and window; ``tokens`` as for :meth:`state_shapes`."""
+        return sum(math.prod(shape) for shape in self.state_shapes(tokens).values())
 
     def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
         """Bytes of the state in a ``dtype`` model, besides sinks and window.
@@ -113,7 +133,7 @@ class Memory(nn.Module):
         """
         if tokens is not None and tokens <= self.capacity:
             return 0
-        return self.state_elements() * wide(dtype).itemsize
+        return self.state_elements(tokens) * self.state_dtype(dtype).itemsize
 
     def seen_keys(self, tokens: int) -> Tensor:
         """Keys that each query attends to by a softmax, sinks and rows of the memory included: ``(tokens,)`` int64."""

@@ -206,9 +206,10 @@ class MemoryModel(MemoryPreTrained):
                 "attention weights exist up to window + sinks tokens only, where the base's own attention runs: leave "
                 "output_attentions out, or take the teacher's inside memory_off()"
             )
-        return Pass(seen, new, starts, evicting, self._turn, tokens.device, tokens.device, keeper=next(iter(memories)))
+        return Pass(seen, new, starts, evicting, self.turn, tokens.device, tokens.device, keeper=next(iter(memories)))
 
-    def _turn(self, positions: Tensor) -> Turn:
+    def turn(self, positions: Tensor) -> Turn:
+        """The rotary tables at ``positions`` (1 or B, n), fractions allowed, in float32."""
         # an input in float32 asks for tables in float32
         return self.rotary_emb(torch.empty(0, dtype=torch.float32, device=positions.device), positions)
 

@@ -23,8 +23,8 @@ class WindowOnly(Memory):
     writes_back = True
     joins_window: ClassVar[bool] = False
 
-    def state_elements(self) -> int:
-        return 0
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def attend(self, step: Step) -> Joined:
         layer, n, gone = step.layer, step.now.new, step.now.evicted(self.window, self.sinks)
@@ -118,8 +118,8 @@ class MatrixMemory(WindowOnly):
         """
         return gates * valid.unsqueeze(-1)
 
-    def state_elements(self) -> int:
-        return self.heads * self.head_dim**2
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        return {"matrix": (self.heads, self.head_dim, self.head_dim)}
 
     def state_flops(self, evicted: int) -> int:
         return 2 * self.state_elements() * 2 * evicted  # one product to write, one to read

@@ -205,9 +205,11 @@ class TensorCache(UngatedMemory):
         init.constant_(self.gate, GATE)
         init.zeros_(self.W_tc.weight)  # a fresh memory adds exactly nothing, and still has a gradient
 
-    def state_elements(self) -> int:
-        matrix = self.head_dim * (self.head_dim + self.options.z_norm)
-        return (1 + self.options.two_timescale) * self.kv_heads * self.options.slots * matrix
+    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+        rows, D = self.kv_heads * self.options.slots, self.head_dim
+        each = {"matrix": (rows, D, D), "mass": (rows, D, 1)} if self.options.z_norm else {"matrix": (rows, D, D)}
+        names = ("fast", "slow") if self.options.two_timescale else ("fast",)
+        return {f"{name}.{kept}": shape for name in names for kept, shape in each.items()}
 
     @property
     def products(self) -> float:

@@ -16,6 +16,7 @@ from .after_import import register  # noqa: E402
 
 if TYPE_CHECKING:
     from .adapter import load_adapter, save_adapter
+    from .calibration import calibrate
     from .convert import convert_ahn
     from .costs.held import cache_bytes, state_bytes
     from .evaluation.scores import evaluate
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _HOME = {
     "DistillArguments": "distill.arguments",
     "DistillTrainer": "distill.trainer",
+    "calibrate": "retrofit.calibration",
     "cache_bytes": "retrofit.costs.held",
     "convert_ahn": "retrofit.convert",
     "evaluate": "retrofit.evaluation.scores",

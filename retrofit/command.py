@@ -1,6 +1,6 @@
 """The verbs of a retrofit's life: patch, merge, convert, generate, push, and the doctor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ app = Verbs()
 @app.verb(
     "retrofit patch Qwen/Qwen2.5-0.5B --window 4096 --sinks 4 -o sinks-and-window",
     "retrofit patch Qwen/Qwen2.5-0.5B --option layers=[0,2] --option others=window -o some-layers",
+    "retrofit patch Qwen/Qwen2.5-0.5B --memory expected --window 2048 --data corpus.txt -o chosen-rows",
 )
 def patch(
     base: Base,
@@ -24,11 +25,32 @@ def patch(
     window: Window = 4096,
     sinks: Sinks = 4,
     option: Options = None,
+    data: Annotated[
+        str | None, typer.Option(help="Text for a memory that calibrates (`expected`), of the kinds it will meet.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Export BASE with an untrained memory: a custom architecture with the weights and the tokenizer of BASE."""
+    """Export BASE with an untrained memory.
+
+    The export is a custom architecture with the weights and the tokenizer of BASE.
+    """
     options = pairs("--option", option, taken=("base", "memory", "window", "sinks", "model_kwargs"))
-    _export(lambda: retrofit.patch(base, memory, window, sinks, **options), [base], output, overwrite)
+    from patches.kinds import find_kind
+
+    calibrates = find_kind(memory).calibrates
+    if calibrates != (data is not None):
+        needs = "measures queries on text: add --data FILE" if calibrates else "has nothing to calibrate: drop --data"
+        raise RetrofitError(f"memory {memory!r} {needs}")
+
+    def build() -> Any:
+        model = retrofit.patch(base, memory, window, sinks, **options)
+        if data is not None:
+            from retrofit.calibration import read_texts
+
+            retrofit.calibrate(model, read_texts(data, base))
+        return model
+
+    _export(build, [base], output, overwrite, data=[] if data is None else [data])
 
 
 @app.verb("retrofit merge Qwen/Qwen2.5-0.5B runs/first/adapter -o first-merged")
@@ -46,7 +68,7 @@ def convert(
     sinks: Sinks = 128,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the AHN weights published for BASE as an adapter.
+    """Turn the AHN weights published for BASE into an adapter.
 
     By default, W and S are those of AHN's evaluation beyond 32k tokens.
     """
@@ -72,9 +94,9 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 takes the most likely token.")] = 0,
     seed: Seed = 0,
 ) -> None:
-    """Continue a prompt, or chat, with an exported model or with a base and an adapter.
+    """Continue a prompt, or chat.
 
-    The text is printed as it is generated.
+    MODEL is an exported model, or a base to which --adapter gives a memory. The text is printed as it is generated.
     """
     if prompt is None and not chat:
         raise typer.BadParameter("give --prompt TEXT to continue a text, or --chat to talk")
@@ -109,18 +131,18 @@ def push(
     ] = None,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
 ) -> None:
-    """Upload an adapter or an exported model to the Hub, with its card.
+    """Upload an adapter or an exported model to the Hub.
 
-    The token is the one of `hf auth login` or HF_TOKEN.
+    Its card goes with it. The token is the one of `hf auth login` or HF_TOKEN.
     """
     typer.echo(retrofit.push_folder(path, repo_id, private=private or None, revision=revision, message=message))
 
 
 @app.verb("retrofit doctor", "retrofit doctor --json findings.json")
 def doctor(json_file: Json = None) -> None:
-    """Check what is installed, whether it works together, and which kernel runs each memory.
+    """Check what is installed and whether it works together.
 
-    Ends with status 1 if something is broken.
+    It also shows which kernel runs each memory. Ends with status 1 if something is broken.
     """
     try:
         from retrofit.doctor import BAD, COLUMNS, examine, rows
@@ -140,7 +162,9 @@ def doctor(json_file: Json = None) -> None:
         raise typer.Exit(1)
 
 
-def _export(build: Callable[[], Any], inputs: list[str], output: Path, overwrite: bool) -> None:
+def _export(
+    build: Callable[[], Any], inputs: list[str], output: Path, overwrite: bool, data: Sequence[str] = ()
+) -> None:
     """Write the model that ``build`` makes of ``inputs`` (the base first) to ``output``; say what was written.
 
     The base's tokenizer goes with it, if there is one.
@@ -149,7 +173,7 @@ def _export(build: Callable[[], Any], inputs: list[str], output: Path, overwrite
     from retrofit.files import check_output
     from retrofit.loading import load_tokenizer
 
-    check_output(output, overwrite, inputs)
+    check_output(output, overwrite, inputs, data=data)
     model = build()
     try:
         tokenizer = load_tokenizer(inputs[0])

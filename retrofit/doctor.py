@@ -1,7 +1,6 @@
 """What is installed here, whether it goes together, and which kernel each memory runs on."""
 
 import importlib
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from packaging.version import Version
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from patches.errors import RetrofitError
@@ -236,12 +236,7 @@ def _version(name: str) -> str | None:
 
 def _older(version: str, than: str) -> bool:
     """Whether ``version`` comes before ``than``; suffixes such as +cpu and rc1 are left aside."""
-    return _numbers(version) < _numbers(than)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    numbers = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
-    return (*numbers, *[0] * (3 - len(numbers)))
+    return Version(Version(version).base_version) < Version(than)
 
 
 def _has_nvidia() -> bool:

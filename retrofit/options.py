@@ -61,10 +61,12 @@ class Verbs(typer.Typer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(rich_markup_mode=None, add_completion=False, **kwargs)  # rich's pages take twice as long
 
-    def verb(self, *examples: str, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def verb(
+        self, *examples: str, name: str | None = None, **how: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """A decorator that makes a function a verb; its --help ends with ``examples``, commands as one types them."""
         lines = "\n".join(["\b", "Example:", *(f"  {example}" for example in examples)])
-        return self.command(name, cls=Verb, epilog=lines)
+        return self.command(name, cls=Verb, epilog=lines, **how)
 
 
 def flags(of: Any, leave: Container[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from patches.errors import RetrofitError
 
-from .adapter import OF_THE_BASE, PEFT_TYPE, PREFIX, check_shapes, patch_as, refuse_other_base
+from .adapter import OF_THE_BASE, PEFT_TYPE, PREFIX, patch_as, refuse_other_base
 from .fingerprint import fingerprint
+from .reading import check_shapes
 
 
 def _extend_enum(name: str) -> None:
@@ -123,7 +124,8 @@ class RetrofitTuner(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, *, model: Any, state_dict: dict[str, Tensor], **_: Any
     ) -> dict[str, Tensor]:
-        check_shapes("the adapter", {name: tensor.shape for name, tensor in state_dict.items()}, _parameters(model))
+        found = {name: tensor.shape for name, tensor in state_dict.items()}
+        check_shapes("the adapter", found, {name: tensor.shape for name, tensor in _parameters(model).items()})
         return state_dict
 
 

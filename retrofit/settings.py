@@ -22,6 +22,7 @@ WORDS: dict[type, str] = {
     str: "text",
     list: "a list of whole numbers",
     dict: "a mapping",
+    tuple: "a list",
 }
 
 

@@ -20,7 +20,7 @@ W, S = 8, 2
 
 TRAINABLE = [name for name, kind in KINDS.items() if kind.trainable]
 # sinks + window, and a memory that adds nothing until it was trained; the others (row memories) are visible at once
-ON_A_WINDOW = [name for name, kind in KINDS.items() if issubclass(kind, WindowOnly)]
+ON_A_WINDOW = [name for name, kind in KINDS.items() if issubclass(kind, WindowOnly) and name != "expected"]
 
 # bases unlike the default one (2 query heads to a key head of 16, no biases but Qwen2's, untied)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

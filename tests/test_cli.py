@@ -170,6 +170,18 @@ def test_a_checkpoint_without_a_tokenizer(
     assert not out.exists()
 
 
+def test_patch_calibrates_on_text(byte_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Some words that repeat, and some that do not: 0 1 2 3 4 5.\n" * 60, encoding="utf-8")
+    arguments = ("patch", byte_checkpoint, "-o", out, "--window", 8, "--memory", "expected", "--option", "rows=4")
+    refused(run(*arguments), "add --data FILE")
+    result = run(*arguments, "--data", text)
+    assert result.exit_code == 0, result.output
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert all(memory.level.abs().min() > 0 for memory in model.model.memories().values())
+    refused(run("patch", byte_checkpoint, "-o", tmp_path / "b", "--window", 8, "--data", text), "drop --data")
+
+
 def test_patch_needs_no_tokenizer(out: Path, tmp_path: Path, make_base: Callable[..., PreTrainedModel]) -> None:
     make_base("Qwen2").save_pretrained(tmp_path / "bare")
     result = run("patch", tmp_path / "bare", "-o", out, "--window", 8)

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distill.bench import cases
 from distill.loss import chunked_kl, naive_kl
 from retrofit.bench.machine import Where
 from retrofit.bench.timing import TIME_AND_MEMORY, side_by_side
@@ -16,13 +16,8 @@ FORMS = {"naive": naive_kl, "chunked": chunked_kl}
 COLUMNS = TIME_AND_MEMORY
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case(Where):
+class Case(cases.Loss, Where):
     """P scored positions of width E in front of a head of V tokens, all of one dtype."""
-
-    positions: int = 2048
-    width: int = 2048
-    vocabulary: int = 151_936
 
 
 def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:

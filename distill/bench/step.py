@@ -7,7 +7,6 @@ student's cost grows with the length alone.
 import copy
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from torch.utils.benchmark import timer  # waits for the GPU before it reads the
 
 import retrofit
 from distill.arguments import DistillArguments
+from distill.bench import cases
 from distill.loss import chunked_kl
 from distill.objective import teacher_states
 from distill.preflight import find_trainable
 from distill.trainer import DistillTrainer
-from patches.errors import RetrofitError
 from retrofit.bench.machine import peak_bytes
 from retrofit.bench.models import RandomModels, prompt
 from retrofit.bench.timing import interleaved, mib, ratios, spread
@@ -40,27 +39,12 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case(RandomModels):
+class Case(cases.Step, RandomModels):
     """A random Qwen2 with one memory, and one row of ``length`` tokens."""
-
-    memory: str = "ahn-gdn"
-    window: int = 256
-    hidden: int = 512
-    length: int = 2048
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.window + self.sinks + 1 < self.length:
-            raise RetrofitError(
-                f"rows of {self.length} tokens have no position past the window: take {self.window + self.sinks + 2} "
-                "tokens or more"
-            )
         find_trainable(self.memory)
-        if self.device not in ("cpu", "cuda", "cuda:0"):
-            raise RetrofitError(
-                f"device={self.device!r}: the trainer takes the first GPU; choose it by CUDA_VISIBLE_DEVICES"
-            )
 
     def model(self, positions: int) -> Any:
         """The patched model for so many positions, its memory in float32 as it is trained."""

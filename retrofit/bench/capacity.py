@@ -6,7 +6,6 @@ pairs up to which the value is at least as long as the noise.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from patches.errors import RetrofitError
 from patches.tensor_cache import RULES
+from retrofit.bench import cases
 
 # of arXiv 2605.22884, Table 3: means of 5 seeds
 PAPER = {
@@ -22,7 +22,6 @@ PAPER = {
     "orthogonal first": {16: 31.8, 32: 63.8, 64: 128.4, 128: 240.8},
 }
 PAPER_SEEDS = 5
-PAPER_DECAY = 0.995
 BATCH = 16  # seeds at a time
 
 COLUMNS = {
@@ -35,15 +34,7 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """The memory of the decayed rows forgets by this factor at every write; the others do not forget."""
-
-    decay: float = PAPER_DECAY
-
-    def __post_init__(self) -> None:
-        if not 0 < self.decay < 1:
-            raise RetrofitError(f"decay={self.decay}: choose a factor between 0 and 1")
+Case = cases.Capacity
 
 
 def run(case: Case, repeats: int = 60) -> list[dict[str, Any]]:
@@ -65,7 +56,7 @@ def run(case: Case, repeats: int = 60) -> list[dict[str, Any]]:
             found = capacities(dim, decay, repeats, orthogonal=dim if name == "orthogonal first" else 0)
             mean, deviation = found.mean().item(), found.std().item()
             row = {"name": name, "dim": dim, "pairs": mean, "deviation": deviation}
-            if name != "decayed" or decay == PAPER_DECAY:
+            if name != "decayed" or decay == cases.PAPER_DECAY:
                 error = deviation * math.sqrt(1 / PAPER_SEEDS + 1 / repeats)
                 row |= {"paper": theirs, "z": (theirs - mean) / error if error else None}
             rows.append(row)

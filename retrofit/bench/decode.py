@@ -1,11 +1,10 @@
 """`retrofit bench decode`: time per token and cache bytes of a patched model at a short and at a long context."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import retrofit
-from patches.errors import RetrofitError
+from retrofit.bench import cases
 from retrofit.bench.models import RandomModels, decode_step, prompt
 from retrofit.bench.timing import interleaved, ratios, spread
 from retrofit.evaluation.feeding import prefill
@@ -20,18 +19,8 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case(RandomModels):
+class Case(cases.Decode, RandomModels):
     """Two contexts, in tokens already read, to decode at."""
-
-    short: int = 1024
-    long: int = 8192
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        exact = self.window + self.sinks
-        if not exact < self.short < self.long:
-            raise RetrofitError(f"contexts of {self.short} and {self.long}: choose them so that {exact} < short < long")
 
 
 def run(case: Case, repeats: int = 64) -> list[dict[str, Any]]:

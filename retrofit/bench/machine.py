@@ -3,40 +3,34 @@
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from patches.errors import RetrofitError, one_of
+from patches.errors import RetrofitError
+from retrofit.bench import cases
 from retrofit.costs.estimate import DTYPES
 
 STATUS = Path("/proc/self/status")
 PEAK_RESET = Path("/proc/self/clear_refs")  # writing 5 sets the peak back to what is held now (proc(5))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Where:
-    """Where a benchmark runs and in what precision: what every verb's case has.
+class Where(cases.Where):
+    """A case's device and dtype, as torch has them.
 
     Raises:
-        RetrofitError: there is no such device or dtype.
+        RetrofitError: torch sees no such device.
     """
 
-    device: str = "cpu"
-    dtype: str = "float32"
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         kind, _, index = self.device.partition(":")
-        if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
-            raise RetrofitError(f"device={self.device!r}: use cpu, cuda or cuda:N")
         if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
             raise RetrofitError(
                 f"device={self.device!r}: torch sees {torch.cuda.device_count()} CUDA devices; use another, or cpu"
             )
-        one_of("dtype", self.dtype, *DTYPES)
 
     def place(self) -> torch.device:
         """The device, made torch's current one: clocks and memory counters read that."""

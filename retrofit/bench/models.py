@@ -1,6 +1,5 @@
 """The models that benchmarks set side by side: full attention, the window alone and memories, on one set of weights."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 import retrofit
 from patches.errors import RetrofitError
 from patches.kinds import KINDS, find_kind
+from retrofit.bench import cases
 from retrofit.bench.machine import Where
 
 FULL, NONE = "full attention", "none"
@@ -17,23 +17,12 @@ VOCABULARY = 1024  # small: the head costs the same at every context
 HEAD_DIM = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class RandomModels(Where):
-    """A random Qwen2 of this shape, bare and with memories.
-
-    Attributes:
-        memories: kinds, or ``"all"``. Full attention and `none` are always there.
-        window, sinks: W and S.
+class RandomModels(cases.Models, Where):
+    """The models of a case.
 
     Raises:
         RetrofitError: an unknown kind, or a width that is no whole number of pairs of heads.
     """
-
-    memories: tuple[str, ...] = ("ahn-gdn",)
-    window: int = 512
-    sinks: int = 4
-    layers: int = 4
-    hidden: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()

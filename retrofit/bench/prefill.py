@@ -1,12 +1,11 @@
 """`retrofit bench prefill`: how long a patched model takes to read a prompt, beside `none` and full attention."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from patches.errors import RetrofitError
+from retrofit.bench import cases
 from retrofit.bench.models import FULL, NONE, RandomModels, prompt
 from retrofit.bench.timing import interleaved, ratios, spread
 
@@ -21,19 +20,8 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case(RandomModels):
+class Case(cases.Prefill, RandomModels):
     """Prompts from ``length``, doubled up to ``longest`` tokens (None: that one length)."""
-
-    memories: tuple[str, ...] = ("all",)
-    length: int = 8192
-    longest: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        exact = self.window + self.sinks
-        if not exact < self.length <= (self.longest or self.length):
-            raise RetrofitError(f"prompts of {self.length} to {self.longest} tokens: both must be longer than {exact}")
 
 
 def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:

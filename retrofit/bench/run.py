@@ -4,7 +4,6 @@ Every figure stands beside full attention's and beside the roofline (retrofit/be
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 import retrofit
 from patches.errors import RetrofitError
 from retrofit.baselines import window_only
+from retrofit.bench import cases
 from retrofit.bench.machine import peak_bytes
 from retrofit.bench.models import FULL, NONE, RandomModels, decode_step, prompt
 from retrofit.bench.roofline import active_memories, peaks, roofline
 from retrofit.bench.timing import interleaved, mib, ratios, spread
 from retrofit.costs.estimate import Device
-from retrofit.evaluation.feeding import CHUNK, prefill
+from retrofit.evaluation.feeding import prefill
 from retrofit.families import is_retrofit
 from retrofit.loading import load_base
 
@@ -50,38 +50,8 @@ MEMORY = {
 TABLES = {"bench run: prefill": PREFILL, "bench run: decode": DECODE, "bench run: memory": MEMORY}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case(RandomModels):
-    """What is run.
-
-    Attributes:
-        memories: kinds, or ``"all"``; none given means an exported model's own, or ahn-gdn.
-        lengths: of the prompts, tokens.
-        model: a base or an exported retrofit (path or Hub id); None means a random Qwen2 of ``layers`` and ``hidden``.
-        window, sinks: W and S; None means an exported model's own, or 512 and 4.
-        tokens: decoded at each length.
-        chunk: tokens per call in which a prompt is read, as `retrofit eval` does; and once more in one call.
-        peak_tflops, bandwidth: of the device, 10^12 operations and 10^9 bytes a second; None means known or measured.
-    """
-
-    memories: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = (1024, 4096, 16384)
-    model: str | None = None
-    window: int | None = None  # type: ignore[assignment]  # an exported model has its own
-    sinks: int | None = None  # type: ignore[assignment]
-    tokens: int = 32
-    chunk: int = CHUNK
-    peak_tflops: float | None = None
-    bandwidth: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.lengths or min(self.lengths) < 1 or self.tokens < 1 or self.chunk < 1:
-            raise RetrofitError(
-                f"lengths={self.lengths}, tokens={self.tokens}, chunk={self.chunk}: all must be 1 or more"
-            )
-        if (self.peak_tflops is None) != (self.bandwidth is None):
-            raise RetrofitError("--peak-tflops and --bandwidth go together: a roofline needs both")
+class Case(cases.Run, RandomModels):
+    """Prompts, and the models that read them."""
 
     def load(self) -> Any:
         """The base, or the exported retrofit with its memory, on the device in eval mode."""

@@ -1,7 +1,6 @@
 """`retrofit bench scan`: the chunked gated delta rule beside its token loop, forward and forward + backward."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from patches.scan import gated_delta_rule_chunks, gated_delta_rule_steps
+from retrofit.bench import cases
 from retrofit.bench.machine import Where
 from retrofit.bench.timing import check_equal, interleaved, ratios, spread
 
@@ -26,13 +26,8 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case(Where):
+class Case(cases.Scan, Where):
     """One layer's recurrence: T tokens, H heads, a D x D state per head. A dtype is the inputs'; states are float32."""
-
-    length: int = 2048
-    heads: int = 4
-    head_dim: int = 64
 
 
 def run(case: Case, repeats: int = 5) -> list[dict[str, Any]]:

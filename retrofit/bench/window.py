@@ -1,16 +1,14 @@
 """`retrofit bench window`: blocked sinks + window attention beside the dense mask it replaces."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from patches.config import check_window
-from patches.errors import RetrofitError
 from patches.window import window_attention
+from retrofit.bench import cases
 from retrofit.bench.machine import Where
 from retrofit.bench.timing import TIME_AND_MEMORY, side_by_side
 
@@ -18,27 +16,8 @@ COLUMNS = TIME_AND_MEMORY
 DENSE, BLOCKED = "dense mask", "blocked"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case(Where):
+class Case(cases.Window, Where):
     """One attention layer's work: T tokens, H query heads on H_kv key/value heads of D, window W and S sinks."""
-
-    length: int = 16384
-    window: int = 1024
-    sinks: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
-    backward: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_window(self.window, self.sinks)
-        if self.length <= self.window + self.sinks:
-            raise RetrofitError(
-                f"length={self.length}: nothing leaves a window of {self.window} and {self.sinks} sinks"
-            )
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise RetrofitError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
 
 
 def run(case: Case, repeats: int = 3) -> list[dict[str, Any]]:

@@ -29,9 +29,9 @@ def estimate(
     paper: Annotated[bool, typer.Option("--paper", help="The AHN paper's table, counted as the paper counts.")] = False,
     json_file: Json = None,
 ) -> None:
-    """Estimate what a memory costs and saves: parameters, operations, cache and bytes per token.
+    """Estimate what a memory costs and saves.
 
-    Only the configuration of BASE is needed.
+    The table shows parameters, operations, cache and bytes per token. Only the configuration of BASE is needed.
     """
     from retrofit.costs import estimate as honest
     from retrofit.costs import paper as paper_table

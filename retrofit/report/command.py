@@ -26,9 +26,10 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="The --json file of a benchmark (default: RUN/bench.json).")
     ] = None,
 ) -> None:
-    """Write one HTML page about a run: curves, KL by position, recall, costs, tables, recipe.
+    """Write one HTML page about a run.
 
-    Its figures are written to RUN/figures too, as PNG and SVG.
+    It shows curves, KL by position, recall, costs, tables and the recipe. Its figures are also written to RUN/figures,
+    as PNG and SVG.
     """
     from retrofit.report.page import FIGURES
     from retrofit.report.page import report as write

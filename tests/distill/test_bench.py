@@ -24,7 +24,7 @@ def test_losses_that_differ_are_not_compared(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(loss.FORMS, "chunked", lambda *a: 2 * loss.FORMS["naive"](*a))
     with pytest.raises(RetrofitError, match="differ"):
         loss.run(loss.Case(positions=9, width=4, vocabulary=31), repeats=1)
-    with pytest.raises(RetrofitError, match="dtype='int8'"):
+    with pytest.raises(RetrofitError, match="dtype: 'int8'"):
         loss.Case(dtype="int8")
 
 
@@ -60,7 +60,7 @@ def test_both_steps_leave_the_same_gradient(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"length": 260}, "nothing is scored below 262"),
+        ({"length": 260}, "no position past the window: take 262"),
         ({"memory": "none"}, "nothing to fit"),
         ({"hidden": 100}, "100"),
     ],

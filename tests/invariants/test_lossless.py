@@ -69,9 +69,9 @@ def test_sinks_and_window_together_decide(partner: PreTrainedModel, kind: str) -
         assert torch.equal(logits(awake(partner, kind, window, sinks), ids), logits(partner, ids))
 
 
-def test_a_few_tokens_more_and_it_forgets(base: PreTrainedModel, model: Any) -> None:
+def test_some_tokens_more_and_it_forgets(base: PreTrainedModel, model: Any) -> None:
     full = capacity(model)
-    ids = tokens(2, full + 4)
+    ids = tokens(2, full + 20)  # more than the rows that some kinds fill before they lose anything
     ours, theirs = logits(model, ids), logits(base, ids)
     close(ours[:, :full], theirs[:, :full])
     assert (ours[:, -1] - theirs[:, -1]).abs().max() > 1e-3

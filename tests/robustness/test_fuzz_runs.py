@@ -25,14 +25,16 @@ from distill.data.split import load_rows
 from distill.data.tokens import TokenRows, find_column
 from distill.lora import add_lora, load_lora, save_lora
 from distill.parallel.zero import find_config
-from distill.recipe import load_recipe, shipped_recipes
+from distill.recipe import Recipe, load_recipe, shipped_recipes
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.evaluation.benchmarks import load_benchmark
 from retrofit.evaluation.perplexity import read_sequences
+from retrofit.evaluation.settings import Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.files import write_json
 from retrofit.options import pairs
+from retrofit.settings import settings
 from tests.helpers import ROOT
 from tests.robustness.inputs import BYTES, JUNK, damaged, documents, put, refusal, safetensors, share
 
@@ -118,27 +120,37 @@ def test_a_recipe(name: str, tmp_path: Path) -> None:
     check()
 
 
-@share(0.02)
-@given(st.one_of(st.text(max_size=20), st.sampled_from(YAML)))
-def test_values_of_flags(text: str) -> None:
-    """``--set KEY=VALUE`` reads a value as YAML."""
+@share(0.04)
+@given(st.sampled_from([Recipe, Settings]), st.data())
+def test_values_of_flags(of: Any, data: st.DataObject) -> None:
+    """Any text after the flag of any key, and after ``--set KEY=``."""
+    key = data.draw(st.sampled_from(list(settings(of).values())))
+    text = data.draw(
+        st.one_of(st.text(max_size=20), st.sampled_from(YAML), st.sampled_from([str(one) for one in JUNK]))
+    )
 
     def read() -> None:
         try:
-            pairs("--set", [f"window={text}"])
+            pairs("--set", [f"{key.name}={text}"])
         except BadParameter as error:
             raise RetrofitError(error.message) from None
+        key.parse(text)
 
-    refusal("--set", read)
+    refusal("flags", read)
 
 
 def test_a_deepspeed_configuration(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     path = tmp_path / "ds.json"
     original = (ROOT / "recipes" / "deepspeed-zero3.json").read_bytes()
+    least = {"zero_optimization": {"stage": 2}}
+    offload = {
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
 
     @share(0.04)
-    @given(st.one_of(documents(json.loads(original)), damaged(original)))
+    @given(st.one_of(documents(json.loads(original)), documents(least), documents(offload), damaged(original)))
     def check(content: Any) -> None:
         put(path, content)
         refusal("DeepSpeed", lambda: find_config(str(path)))
@@ -257,22 +269,31 @@ def test_what_a_run_began_with(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint(tmp_path: Path) -> None:
-    """Resuming passes over a damaged one; a state that is whole for us is one for the Trainer."""
+    """Resuming passes over one in which any file is damaged; what is still whole, the Trainer can read."""
     folder = tmp_path / "checkpoint-4"
-    folder.mkdir()
+    (folder / "lora").mkdir(parents=True)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"a": torch.ones(2)}, folder / name)
-    save_file({"a": torch.ones(2)}, folder / "adapter_model.safetensors")
+    for name in ("adapter_model.safetensors", "lora/adapter_model.safetensors"):
+        save_file({"a": torch.ones(2)}, folder / name)
+    write_json(folder / "adapter_config.json", {"peft_type": "RETROFIT", "memory": {"kind": "ahn-gdn"}})
     state = folder / "trainer_state.json"
     TrainerState(global_step=4, max_steps=8, log_history=[{"loss": 1.0, "step": 1}]).save_to_json(str(state))
     write_checksums(folder)
-    original = state.read_bytes()
     assert not damage(folder)
+    whole = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    as_json = st.sampled_from([name for name in whole if name.endswith(".json")])
 
-    @share(0.06)
-    @given(st.one_of(documents(json.loads(original)), damaged(original)))
-    def check(content: Any) -> None:
-        put(state, content)
+    @share(0.1)
+    @given(
+        st.one_of(
+            as_json.flatmap(lambda name: documents(json.loads(whole[name])).map(lambda content: (name, content))),
+            st.sampled_from(sorted(whole)).flatmap(lambda n: damaged(whole[n]).map(lambda content: (n, content))),
+        )
+    )
+    def check(one: tuple[str, Any]) -> None:
+        name, content = one
+        put(folder / name, content)
 
         def resume() -> None:
             if said := damage(folder):
@@ -281,7 +302,24 @@ def test_a_checkpoint(tmp_path: Path) -> None:
             assert found.global_step == 4
             assert all(isinstance(entry, dict) for entry in found.log_history)
 
-        refusal("trainer_state.json", resume)
+        said = refusal("checkpoint", resume)
+        assert said or name == "checksums.json" or (folder / name).read_bytes() == whole[name]
+        put(folder / name, whole[name])
+
+    check()
+
+
+def test_lora_settings(make_base: Any) -> None:
+    """Fields of ``peft.LoraConfig`` from a recipe."""
+    peft = pytest.importorskip("peft")
+    names = [*peft.LoraConfig.__dataclass_fields__, "surprise"]
+    model = retrofit.patch(make_base("Qwen2"), "ahn-gdn", 8, 2)
+    junk = st.sampled_from([*JUNK, "(["])
+
+    @share(0.06)
+    @given(st.dictionaries(st.sampled_from(names), junk, min_size=1, max_size=3))
+    def check(settings: dict[str, Any]) -> None:
+        refusal("LoRA settings", lambda: add_lora(copy.deepcopy(model), {"r": 2, **settings}))
 
     check()
 

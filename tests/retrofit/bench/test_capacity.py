@@ -56,7 +56,7 @@ def test_the_verb_writes_its_rows(tmp_path: Path) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(RetrofitError, match="decay=1"):
+    with pytest.raises(RetrofitError, match="decay: 1"):
         capacity.Case(decay=1.0)
     with pytest.raises(RetrofitError, match="seeds=1"):
         capacity.run(capacity.Case(), repeats=1)

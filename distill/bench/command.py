@@ -1,0 +1,9 @@
+"""The benchmarks of training among those of ``retrofit bench``."""
+
+from distill.bench import cases
+from retrofit.bench.command import add, app
+
+__all__ = ["app"]
+
+add("distill.bench.loss", cases.Loss, "retrofit bench loss --dtype bfloat16", count=3)
+add("distill.bench.step", cases.Step, "retrofit bench step --length 4096", count=5)

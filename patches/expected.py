@@ -1,0 +1,272 @@
+"""Expected attention: of what left the window, the tokens stay that future queries are expected to look at.
+
+A key that meets queries of mean m and covariance C has the expected weight ``exp(k.m / sqrt(d) + k.Ck / (2 d))``, m and
+C turned by the average rotation over the positions ahead; times the length of its value it is the token's score
+("Expected Attention", NVIDIA 2025). That method reads a prompt whole and then cuts it. Here a token is scored once,
+when it leaves the window, by queries that were measured beforehand on a few thousand tokens of other text
+(:meth:`ExpectedAttention.observe`), so that the memory is bounded from the first token to the last.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .chosen import EMPTY, choose, pick
+from .errors import RetrofitError
+from .linear import wide
+from .lse import attention_lse
+from .memory import Joined
+from .on_window import WindowOnly
+from .options import Options, whole_number
+from .quantised import BITS, Channels, quantise, restore
+from .rotary import rotate, unrotate
+from .step import Evicted, Step
+
+BLOCK = 128  # evicted tokens that are sorted into the rows together
+LEAST = 1e-6  # below this a spread or a length is taken for it
+STEPS = (
+    1024  # scores are rounded to this part of 1, so that a word has the same score wherever the first layer meets it
+)
+
+Rows = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ExpectedOptions(Options):
+    """Options of ``expected``.
+
+    Attributes:
+        rows: tokens kept per key/value head. None: as many as fill the bytes of an AHN state, ``H D^2`` elements.
+        bits: of a number of a kept key or value: 16 (the model's own dtype, as it is), 8 or 4.
+        horizon: over how many positions beyond the window future queries are expected.
+    """
+
+    rows: int | None = None
+    bits: int = 16
+    horizon: int = 512
+
+    def __post_init__(self) -> None:
+        if self.rows is not None:
+            whole_number("rows", self.rows)
+        if self.bits not in BITS:
+            raise RetrofitError(f"bits={self.bits!r}: use 16 (the model's own dtype), 8 or 4")
+        whole_number("horizon", self.horizon)
+
+
+class ExpectedAttention(WindowOnly):
+    """Sinks, window, and the R evicted tokens with the highest scores, all in one softmax; nothing is trained.
+
+    What :meth:`observe` measures is saved with the model. Without it every key is expected to be looked at alike, and
+    the longest values stay.
+    """
+
+    kind = "expected"
+    joins_window = True
+    calibrates = True
+    Options = ExpectedOptions
+    key_mean: Tensor  # of kept keys and values in few bits: of each channel (H_kv, D)
+    key_spread: Tensor
+    value_mean: Tensor
+    value_spread: Tensor
+
+    def __init__(self, config: Any, window: int, sinks: int, options: ExpectedOptions):
+        super().__init__(config, window, sinks, options)
+        if options.bits == 4 and self.head_dim % 2:
+            raise RetrofitError(
+                f"bits=4 packs two numbers to a byte, but heads of this base have {self.head_dim}: use 8"
+            )
+        heads, kv_heads, dim = self.heads, self.kv_heads, self.head_dim
+        self.query_mean = nn.Parameter(torch.empty(heads, dim), requires_grad=False)  # m
+        self.query_spread = nn.Parameter(torch.empty(heads, dim, dim), requires_grad=False)  # C = A A^T
+        self.level = nn.Parameter(torch.empty(heads), requires_grad=False)  # log of all keys' expected weight
+        if options.bits < 16:
+            for name in ("key_mean", "key_spread", "value_mean", "value_spread"):
+                setattr(self, name, nn.Parameter(torch.empty(kv_heads, dim), requires_grad=False))
+        self._sums: dict[str, Tensor] = {}
+
+    def reset_parameters(self) -> None:
+        for name, parameter in self.named_parameters():
+            init.constant_(parameter, 1.0 if name in ("key_spread", "value_spread") else 0.0)
+
+    @property
+    def rows(self) -> int:
+        """R, tokens kept per key/value head."""
+        if self.options.rows is not None:
+            return self.options.rows
+        state = self.heads * self.head_dim**2 * torch.float32.itemsize
+        return max(1, state // (self.kv_heads * self._row_bytes(torch.float32)))
+
+    # ---- what it costs ----
+
+    def _row_bytes(self, dtype: torch.dtype) -> int:
+        score = wide(dtype).itemsize
+        if self.options.bits == 16:
+            return 2 * self.head_dim * dtype.itemsize + score
+        packed = self.head_dim * self.options.bits // 8 + torch.float16.itemsize
+        return 2 * packed + torch.int32.itemsize + score
+
+    def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
+        if tokens is not None and tokens <= self.capacity:
+            return 0
+        return self.kv_heads * self.rows * self._row_bytes(dtype)
+
+    def state_elements(self, tokens: int | None = None) -> int:
+        return self.kv_heads * self.rows * (2 * self.head_dim + 1 + (self.options.bits < 16) * 3)
+
+    def seen_beyond(self, t: Tensor) -> Tensor:
+        return self.capacity + (t - self.capacity + 1).clamp(0, self.rows)
+
+    def flops(self, tokens: int) -> int:
+        evicted = max(0, tokens - self.capacity)
+        return 2 * self.heads * self.head_dim * (self.head_dim + 1) * evicted  # m and A against each key
+
+    # ---- calibration: what queries, keys and values of other text are like ----
+
+    @torch.no_grad()
+    def observe(self, step: Step, again: bool) -> None:
+        """Add a text to what is known.
+
+        Args:
+            step: the layer's step, with queries, keys and values before their rotation.
+            again: whether this is the second time, in which keys are weighed by the queries of the first.
+        """
+        if again:
+            expected = self._expected(step.k.to(wide(step.k.dtype)), step).logsumexp(-1)  # (B, H_kv, G)
+            sums = {"n": expected.new_tensor(len(expected)), "level": expected.flatten(1).sum(0)}
+        else:
+            q, k, v = (x.double().transpose(0, 1).flatten(1, 2) for x in (step.q, step.k, step.v))  # (heads, tokens, D)
+            sums = {"n": q.new_tensor(q.shape[1]), "q": q.sum(1), "qq": q.transpose(1, 2) @ q}
+            for name, x in (("k", k), ("v", v)):
+                sums |= {name: x.sum(1), name * 2: x.square().sum(1)}
+        self._sums = {name: self._sums.get(name, 0) + x for name, x in sums.items()}
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take over what was observed since the last time."""
+        known, self._sums = self._sums, {}
+        n = known.pop("n")
+        if "level" in known:
+            self.level.copy_(known["level"] / n)
+            return
+        self.level.zero_()
+        mean = known["q"] / n
+        covariance = known["qq"] / n - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        values, vectors = torch.linalg.eigh(covariance)
+        self.query_mean.copy_(mean)
+        self.query_spread.copy_(vectors * values.clamp_min(0).sqrt().unsqueeze(-2))
+        if self.options.bits < 16:
+            for name, key in (("key", "k"), ("value", "v")):
+                mean = known[key] / n
+                spread = (known[key * 2] / n - mean.square()).clamp_min(LEAST**2).sqrt()
+                getattr(self, f"{name}_mean").copy_(mean)
+                getattr(self, f"{name}_spread").copy_(spread)
+
+    # ---- choosing ----
+
+    def score(self, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """How much future queries are expected to look at tokens ``(B, H_kv, n)``, float32 or wider.
+
+        Args:
+            k: keys before their rotation ``(B, H_kv, n, D)``; v: values.
+        """
+        level = self.level.to(k.dtype).unflatten(0, (self.kv_heads, -1)).unsqueeze(-1)
+        length = v.to(k.dtype).norm(dim=-1).clamp_min(LEAST)
+        score = (self._expected(k, step) - level).logsumexp(2) + length.log()
+        return (score * STEPS).round() / STEPS
+
+    def _expected(self, k: Tensor, step: Step) -> Tensor:
+        """Log of the weight that each query head is expected to give keys before their rotation ``(B, H_kv, G, n)``."""
+        dtype = k.dtype
+        cos, sin = step.now.once(("ahead", self.window, self.options.horizon), lambda: self._ahead(step))
+        k = rotate(k, *(x.to(dtype) for x in step.now.turn_of_zero()))
+        # the average rotation is none itself: queries turned by it meet a key as the key turned by its transpose
+        k = rotate(k, cos.to(dtype), -sin.to(dtype)).unsqueeze(2) * step.scale  # (B, H_kv, 1, n, D)
+        mean, spread = (x.to(dtype).unflatten(0, (self.kv_heads, -1)) for x in (self.query_mean, self.query_spread))
+        return (k @ mean.unsqueeze(-1)).squeeze(-1) + (k @ spread).square().sum(-1) / 2
+
+    def _ahead(self, step: Step) -> tuple[Tensor, Tensor]:
+        """The rotary tables averaged over the positions ahead of a token that leaves the window ``(1, 1, D)``."""
+        ahead = torch.arange(self.window, self.window + self.options.horizon, device=step.now.device)
+        cos, sin = step.now.turn(ahead[None])
+        return cos.mean(1, keepdim=True), sin.mean(1, keepdim=True)
+
+    # ---- writing and reading ----
+
+    def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
+        dtype = wide(k.dtype)
+        turn = tuple(x.to(dtype) for x in step.now.turn_of_slots(gone.start, gone.count))
+        plain = unrotate(k.to(dtype), *turn)
+        score = self.score(plain, v, step)
+        if gone.written is not None:
+            score = score.masked_fill(~gone.written.unsqueeze(1), EMPTY)
+        new = self._rows(k, plain, v, score, step, gone)
+        state = step.layer.state if step.layer is not None else {}
+        held = {name: state.get(name, self._none(name, x)) for name, x in new.items()}
+        pieces = []
+        for first in range(0, gone.count, BLOCK):
+            last = min(first + BLOCK, gone.count)
+            part = {name: x[:, :, first:last] for name, x in new.items()}
+            choice = choose(held["score"], part["score"])
+            candidates = {name: torch.cat([held[name], x], 2) for name, x in part.items()}
+            queries = slice(gone.first + first, gone.first + last)
+            pieces.append(self._joined(step, local[:, queries], queries, candidates, choice.alive))
+            held = {name: pick(x, choice.kept) for name, x in candidates.items()}
+        state.update(held)
+        return torch.cat([local[:, : gone.first], *pieces], 1), None
+
+    def _rows(self, k: Tensor, plain: Tensor, v: Tensor, score: Tensor, step: Step, gone: Evicted) -> Rows:
+        """Evicted tokens in the form in which they are kept, every tensor ``(B, H_kv, count, ...)``."""
+        if self.options.bits == 16:
+            return {"k": k, "v": v, "score": score}
+        of_keys, of_values = self._channels(plain.dtype)
+        keys, key_scale = quantise(plain, of_keys, self.options.bits)
+        values, value_scale = quantise(v.to(plain.dtype), of_values, self.options.bits)
+        position = (step.now.slots(gone.start, gone.count) + step.now.offset[:, None]).to(torch.int32)
+        position = position[:, None].expand(*score.shape)
+        return {
+            "k": keys,
+            "k_scale": key_scale,
+            "v": values,
+            "v_scale": value_scale,
+            "position": position,
+            "score": score,
+        }
+
+    def _channels(self, dtype: torch.dtype) -> tuple[Channels, Channels]:
+        """What the channels of keys before their rotation and of values are like."""
+        keys = Channels(self.key_mean.to(dtype), self.key_spread.to(dtype))
+        return keys, Channels(self.value_mean.to(dtype), self.value_spread.to(dtype))
+
+    def _none(self, name: str, like: Tensor) -> Tensor:
+        """Rows that hold no token, like new ones ``(B, H_kv, count, ...)``."""
+        empty = like.new_zeros(*like.shape[:2], self.rows, *like.shape[3:])
+        return empty.fill_(EMPTY) if name == "score" else empty
+
+    def _restored(self, rows: Rows, step: Step) -> tuple[Tensor, Tensor]:
+        """Keys, rotated, and values ``(B, H_kv, C, D)`` of rows, in the model's dtype."""
+        if self.options.bits == 16:
+            return rows["k"], rows["v"]
+        dtype = wide(step.k.dtype)
+        of_keys, of_values = self._channels(dtype)
+        k = restore(rows["k"], rows["k_scale"], of_keys, self.options.bits)
+        v = restore(rows["v"], rows["v_scale"], of_values, self.options.bits)
+        cos, sin = step.now.turn(rows["position"].flatten(0, 1).long())  # (B H_kv, C, D)
+        k = rotate(k.flatten(0, 1).unsqueeze(1), cos.to(dtype), sin.to(dtype)).squeeze(1).unflatten(0, k.shape[:2])
+        return k.to(step.k.dtype), v.to(step.v.dtype)
+
+    def _joined(self, step: Step, local: Tensor, queries: slice, rows: Rows, alive: Tensor) -> Tensor:
+        """The window's output ``(B, m, H, D)`` of some queries with the rows that each sees in the same softmax."""
+        assert step.lse is not None
+        k, v = self._restored(rows, step)
+        q = step.q[:, :, queries].unflatten(1, (self.kv_heads, -1)).flatten(0, 1)  # (B H_kv, G, m, D)
+        nothing = ~alive.any(-1, keepdim=True)
+        seen = (alive | nothing).flatten(0, 1).unsqueeze(1)
+        out, lse = attention_lse(q, k.flatten(0, 1), v.flatten(0, 1), seen, step.scale, step.dropout)
+        lse = lse.masked_fill(nothing.flatten(0, 1).squeeze(-1).unsqueeze(1), -math.inf)
+        out, lse = (x.unflatten(0, alive.shape[:2]).flatten(1, 2).transpose(1, 2) for x in (out, lse))  # (B, m, H, ..)
+        share = (lse - step.lse[:, queries].to(lse.dtype)).sigmoid().unsqueeze(-1)
+        return local + (share * (out.to(share.dtype) - local)).to(local.dtype)

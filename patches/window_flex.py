@@ -1,0 +1,106 @@
+"""Window attention by compiled FlexAttention, for CUDA in any dtype: one mask by blocks, gradients of both results."""
+
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+
+
+def needs_flex(function: Callable[..., Any]) -> Callable[[str, bool], Any]:
+    """A loader of ``function``, with an ``ImportError`` where FlexAttention is missing or cannot run."""
+
+    def load(device: str, gradient: bool) -> Any:
+        if device != "cuda":
+            raise ImportError("FlexAttention needs a GPU")
+        try:
+            from torch.nn.attention.flex_attention import BlockMask, flex_attention  # noqa: F401
+        except ImportError as error:
+            raise ImportError(f"FlexAttention does not import ({error}): pip install -U torch") from error
+        return function
+
+    return load
+
+
+def flex_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    *,
+    window: int,
+    start: int,
+    scale: float,
+    pad: Tensor | None,
+    lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """As ``window_attention`` of kernels.py, without dropout."""
+    nothing = max(window - start, 0)  # places before slot 0
+    keys, values = (torch.cat([s, x[:, nothing:]], 1) for s, x in ((sink_k, k), (sink_v, v)))
+    mask = plan(q.shape[1], keys.shape[1], sink_k.shape[1], window, start, pad, str(q.device))
+    rows = (x.transpose(1, 2) for x in (q, keys, values))
+    out, sums = attend()(*rows, block_mask=mask, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2), sums.transpose(1, 2) if lse else None
+
+
+@cache
+def attend() -> Callable[..., Any]:
+    """FlexAttention, compiled, with its log-sum-exp."""
+    from torch.nn.attention import flex_attention as module
+
+    compiled: Callable[..., Any] = torch.compile(module.flex_attention)
+    if not hasattr(module, "AuxRequest"):  # before torch 2.9
+        return partial(compiled, return_lse=True)
+
+    def with_lse(*rows: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        out, aux = compiled(*rows, **how, return_aux=module.AuxRequest(lse=True))
+        return out, aux.lse
+
+    return with_lse
+
+
+def plan(n: int, length: int, sinks: int, window: int, start: int, pad: Tensor | None, device: str) -> Any:
+    """Which blocks of the ``length`` keys, sinks first, the ``n`` queries see; without padding the same for all layers.
+
+    The keys behind the sinks end with the slot of the last query.
+    """
+    if pad is None:
+        return _shared(n, length, sinks, window, start, device)
+    return _blocks(n, length, sinks, window, start, pad, device)
+
+
+@lru_cache(maxsize=8)
+def _shared(n: int, length: int, sinks: int, window: int, start: int, device: str) -> Any:
+    with torch.inference_mode(False):  # a later call may want a gradient
+        return _blocks(n, length, sinks, window, start, None, device)
+
+
+def _blocks(n: int, length: int, sinks: int, window: int, start: int, pad: Tensor | None, device: str) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    edge = torch.zeros(1, dtype=torch.long, device=device) if pad is None else pad
+    behind = start + n - length  # slot of a key behind the sinks, less its index
+
+    def sees(b: Tensor, h: Tensor, index: Tensor, key: Tensor) -> Tensor:
+        t, j, first = start + index, behind + key, edge[b * (len(edge) > 1)]
+        near = (j <= t) & (t - j < window) & (j >= first) | (j == t)  # padding sees itself
+        return torch.where(key < sinks, first + key <= t - window, near)
+
+    # the first and last query of each block of queries, the first and last key of each block of keys
+    rows, columns = (torch.arange(0, size, BLOCK, device=device) for size in (n, length))
+    early, late = start + rows[:, None], start + (rows + BLOCK).clamp(max=n)[:, None] - 1
+    low, high = behind + columns, behind + (columns + BLOCK).clamp(max=length) - 1
+    far = (columns < sinks) & (late >= window + columns)
+    some = (columns + BLOCK > sinks) & (low <= late) & (high > early - window) | far
+    full = (columns >= sinks) & (high <= early) & (low > late - window)
+    if pad is not None:
+        full = torch.zeros_like(full)
+    parts: Any = []
+    for seen in (some & ~full, full):
+        order = seen.int().argsort(dim=-1, descending=True, stable=True)
+        parts += [seen.sum(-1).int()[None, None], order.int()[None, None]]
+    return BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(n, length))

@@ -1,0 +1,94 @@
+"""The four families as vLLM runs them: its own classes, with our attention in place of theirs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import maybe_prefix
+
+from patches.config import MemoryConfig
+from patches.errors import RetrofitError
+from patches.kinds import build_memory
+
+from .vllm_attention import MemoryAttention
+
+MARK = ".memory."  # in the name of every parameter that is a memory's
+
+
+# what the mixin stands in front of: a family's causal LM
+Host: Any = object
+
+
+class Served(Host):
+    """Mixin in front of vLLM's causal LM of a family.
+
+    Attributes:
+        has_inner_state: vLLM's word for pages of fixed size.
+        is_attention_free: and for no cache that grows.
+    """
+
+    has_inner_state = True
+    is_attention_free = True
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config = vllm_config.model_config.hf_config
+        settings = MemoryConfig.from_dict(config.memory)
+        patched = settings.patched_layers(config.num_hidden_layers)
+        layers = vllm_config.compilation_config.static_forward_context
+        rotary = LlamaRotaryEmbedding(config)
+        for index, layer in enumerate(self.model.layers):
+            stock = layer.self_attn
+            del layers[stock.attn.layer_name]
+            # the memory's parameters are float32 whatever the model's dtype
+            default = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)
+            memory = build_memory(config, settings, settings.kind if index in patched else "none")
+            torch.set_default_dtype(default)
+            name = f"{maybe_prefix(prefix, 'model')}.layers.{index}.self_attn"
+            layer.self_attn = MemoryAttention(stock, name, memory.requires_grad_(False), rotary)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """As in vLLM; what belongs to a memory is copied as it is.
+
+        Raises:
+            RetrofitError: the checkpoint lacks a memory's parameter or has one that the memory does not.
+        """
+        missing = {name: parameter for name, parameter in self.named_parameters() if MARK in name}
+        loaded = set(missing)
+
+        def rest() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if MARK not in name:
+                    yield name, tensor
+                elif name in missing:
+                    missing.pop(name).data.copy_(tensor)
+                else:
+                    raise RetrofitError(f"this checkpoint's {name} is none of its memory's parameters: export it again")
+
+        loaded |= super().load_weights(rest())
+        if missing:
+            raise RetrofitError(f"this checkpoint lacks {next(iter(missing))}: export it again")
+        return loaded
+
+
+class RetrofitLlamaForCausalLM(Served, LlamaForCausalLM):
+    """vLLM's LLaMA with a memory."""
+
+
+class RetrofitMistralForCausalLM(Served, MistralForCausalLM):
+    """vLLM's Mistral with a memory."""
+
+
+class RetrofitQwen2ForCausalLM(Served, Qwen2ForCausalLM):
+    """vLLM's Qwen2 with a memory."""
+
+
+class RetrofitQwen3ForCausalLM(Served, Qwen3ForCausalLM):
+    """vLLM's Qwen3 with a memory."""

@@ -1,0 +1,201 @@
+"""Expected attention: who stays against a heap, how it is read against one plain softmax, what calibration measures."""
+
+import heapq
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import retrofit
+from patches.chosen import EMPTY, choose
+from patches.errors import RetrofitError
+from patches.expected import ExpectedAttention
+from patches.padding import Starts
+from patches.quantised import Channels, quantise, restore
+from patches.rotary import rotate
+from retrofit.calibration import calibrate
+from tests.conftest import tiny_base
+from tests.helpers import feed, left_mask, logits, tokens
+from tests.patches.steps import make_step, rotary
+
+W, S, R, DIM = 6, 2, 4, 8
+
+
+def heap_of(scores: list[float], rows: int) -> list[set[int]]:
+    """Who is there after each arrival: the highest scores, of equal ones the later."""
+    heap: list[tuple[float, int]] = []
+    after = []
+    for index, score in enumerate(scores):
+        heapq.heappush(heap, (score, index))
+        if len(heap) > rows:
+            heapq.heappop(heap)
+        after.append({i for _, i in heap})
+    return after
+
+
+@pytest.mark.parametrize("sizes", [[40], [1] * 40, [7, 1, 25, 7]])
+@pytest.mark.parametrize("rows", [1, 5, 60])
+def test_who_stays_is_what_a_heap_keeps(rows: int, sizes: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 12, (2, 3, 40), generator=generator).float()  # many are equal
+    held = torch.full((2, 3, rows), EMPTY)
+    who = torch.full((2, 3, rows), -1)  # the token in each row
+    expected = [[heap_of(scores[b, h].tolist(), rows) for h in range(3)] for b in range(2)]
+    at = 0
+    for size in sizes:
+        new = scores[:, :, at : at + size]
+        choice = choose(held, new)
+        candidates = torch.cat([who, torch.arange(at, at + size).expand(2, 3, -1)], 2)
+        for t in range(size):
+            for b in range(2):
+                for h in range(3):
+                    seen = candidates[b, h][choice.alive[b, h, t]].tolist()
+                    assert sorted(seen) == sorted(expected[b][h][at + t])
+        held = torch.cat([held, new], 2).gather(2, choice.kept)
+        who = candidates.gather(2, choice.kept)
+        at += size
+    assert torch.equal(who, who.sort(-1).values)  # in order of arrival, whatever was dropped between
+
+
+def memory_and_heads(n: int = 40, **options: object) -> tuple[ExpectedAttention, Tensor, Tensor, Tensor]:
+    """A memory that has measured something, and unrotated q (2, 4, n, 8), k, v (2, 2, n, 8), float64."""
+    config = tiny_base("Llama", head_dim=DIM).config
+    memory = ExpectedAttention(config, W, S, ExpectedAttention.read_options({"rows": R, "horizon": 16, **options}))
+    generator = torch.Generator().manual_seed(1)
+    memory.reset_parameters()
+    memory.double()
+    with torch.no_grad():
+        for parameter in memory.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).abs())
+    q, k, v = (torch.randn(2, heads, n, DIM, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    return memory, q, k, v
+
+
+def readable(memory: ExpectedAttention, q: Tensor, k: Tensor, v: Tensor, pads: list[int]) -> Tensor:
+    """The definition, token by token: scores by explicit matrices, a heap, one softmax. ``(B, n, H, D)``."""
+    B, H, n, _ = q.shape
+    cos, sin = rotary(torch.arange(n)[None] - torch.tensor(pads)[:, None])
+    turned_q, turned_k = rotate(q, cos, sin), rotate(k, cos, sin)
+    # the average rotation as a matrix: what it does to each unit vector
+    ahead = [x.mean(1, keepdim=True) for x in rotary(torch.arange(W, W + 16)[None])]
+    average = rotate(torch.eye(DIM, dtype=torch.float64)[None, None], *ahead)[0, 0].T  # q ahead = average @ q
+    out = torch.zeros(B, n, H, DIM, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            key_head = h // 2
+            scores = []
+            for j in range(n):
+                total = 0.0
+                for other in (2 * key_head, 2 * key_head + 1):
+                    m = average @ memory.query_mean[other].detach()
+                    spread = memory.query_spread[other].detach()
+                    covariance = average @ spread @ spread.T @ average.T
+                    key = k[b, key_head, j]
+                    weight = key @ m / math.sqrt(DIM) + key @ covariance @ key / (2 * DIM)
+                    total += math.exp(weight - memory.level[other].item())
+                scores.append(round((math.log(total) + math.log(v[b, key_head, j].norm().item())) * 1024) / 1024)
+            first = pads[b] + S  # neither padding nor sink
+            after = heap_of(scores[first:], memory.rows)
+            for t in range(pads[b], n):
+                seen = [j for j in range(pads[b], t + 1) if t - j < W or j < first]
+                gone = t - W - first  # index of the newest token that has left the window
+                if gone >= 0:
+                    seen += [first + i for i in after[gone]]
+                weights = (turned_k[b, key_head, seen] @ turned_q[b, h, t] / math.sqrt(DIM)).softmax(0)
+                out[b, t, h] = weights @ v[b, key_head, seen]
+    return out
+
+
+@pytest.mark.parametrize("pads", [[0, 0], [5, 0]])
+def test_attention_is_one_softmax_over_sinks_window_and_the_chosen(pads: list[int]) -> None:
+    memory, q, k, v = memory_and_heads()
+    cos, sin = rotary(torch.arange(40)[None] - torch.tensor(pads)[:, None])
+    starts = Starts((5, 0), (-5, 0)) if any(pads) else Starts()
+    step = make_step(rotate(q, cos, sin), rotate(k, cos, sin), v, starts=starts)
+    heads, added = memory(step)
+    assert added is None
+    expected = readable(memory, q, k, v, pads)
+    for b, pad in enumerate(pads):
+        torch.testing.assert_close(heads[b, pad:], expected[b, pad:], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounded_rows_are_near_and_packed(bits: int) -> None:
+    x = torch.randn(2, 3, 9, 16) * 3 + 1
+    channels = Channels(torch.ones(3, 16), torch.full((3, 16), 3.0))
+    codes, scale = quantise(x, channels, bits)
+    assert codes.shape == (2, 3, 9, 16 * bits // 8)
+    error = (restore(codes, scale, channels, bits) - x).abs() / 3
+    assert (error <= 0.51 * scale.float()).all()  # half a level, and float16's rounding of the scale
+    assert error.max() > 0
+
+
+def test_rows_in_few_bits_change_little_and_take_what_they_say(family: str) -> None:
+    base, ids = tiny_base(family), tokens(2, 60)
+    whole = logits(base, ids)
+    distances = []
+    for bits in (16, 8, 4):
+        model = retrofit.patch(base, memory="expected", window=8, sinks=2, rows=100, bits=bits)
+        calibrate(model, [tokens(2, 50, seed=3)])
+        out, cache = feed(model, ids, [30, 30])
+        distances.append((out - whole).abs().max().item())
+        held = sum(x.numel() * x.element_size() for layer in cache.layers for x in layer.state.values())
+        assert held == 2 * 2 * retrofit.state_bytes(model)  # two rows, two layers
+    assert distances[0] < 1e-5  # as many rows as tokens: full attention
+    assert distances[0] < distances[1] < distances[2] < 1
+
+
+def test_calibration_measures_queries_before_their_rotation() -> None:
+    base, texts = tiny_base("Qwen3"), [tokens(2, 30, seed=1), tokens(1, 45, seed=2)]
+    model = retrofit.patch(base, memory="expected", window=8, sinks=2, bits=8, layers=[0])
+    calibrate(model, texts)
+    attention, seen = base.model.layers[0].self_attn, []
+    for text in texts:
+        x = base.model.layers[0].input_layernorm(base.model.embed_tokens(text))
+        seen.append(attention.q_norm(attention.q_proj(x).unflatten(-1, (4, 16))).flatten(0, 1))
+    q = torch.cat(seen).detach().double()  # (tokens, 4, 16)
+    memory = model.model.memories()[0]
+    for head in range(4):
+        torch.testing.assert_close(memory.query_mean[head].double(), q[:, head].mean(0), atol=1e-5, rtol=0)
+        spread = memory.query_spread[head].double()
+        torch.testing.assert_close(spread @ spread.T, q[:, head].T.cov(correction=0), atol=1e-4, rtol=1e-4)
+    assert (memory.level != 0).all()
+    assert (memory.key_spread != 1).all()
+
+
+def test_calibration_is_saved_and_repeatable(tmp_path) -> None:
+    base, ids, texts = tiny_base("Qwen2"), tokens(1, 60), [tokens(1, 50, seed=3)]
+    model = retrofit.patch(base, memory="expected", window=8, sinks=2, rows=5)
+    before = logits(model, ids)
+    calibrate(model, texts)
+    after = logits(model, ids)
+    assert not torch.equal(before, after)
+    calibrate(model, texts)
+    assert torch.equal(logits(model, ids), after)
+    retrofit.save_adapter(model, tmp_path / "adapter")
+    assert torch.equal(logits(retrofit.load_adapter(base, tmp_path / "adapter"), ids), after)
+    assert not any(parameter.requires_grad for _, parameter in model.memory_parameters())
+
+
+def test_a_padded_row_chooses_as_it_does_alone() -> None:
+    model = retrofit.patch(tiny_base("Llama"), memory="expected", window=8, sinks=2, rows=5, bits=4)
+    calibrate(model, [tokens(1, 50, seed=3)])
+    ids, mask = tokens(2, 50), left_mask([31, 50], 50)
+    torch.testing.assert_close(logits(model, ids, mask)[0, 19:], logits(model, ids[:1, 19:])[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"bits": 5}, "use 16"), ({"rows": 0}, "rows=0"), ({"horizon": 0}, "horizon=0"), ({"rows": 2.5}, "rows=2.5")],
+)
+def test_options_out_of_range(options: dict[str, object], said: str) -> None:
+    with pytest.raises(RetrofitError, match=said):
+        retrofit.patch(tiny_base("Llama"), memory="expected", window=8, **options)
+
+
+def test_nothing_to_calibrate() -> None:
+    with pytest.raises(RetrofitError, match="nothing to calibrate"):
+        calibrate(retrofit.patch(tiny_base("Llama"), memory="joint", window=8), [tokens(1, 20)])
+    with pytest.raises(RetrofitError, match="needs texts"):
+        calibrate(retrofit.patch(tiny_base("Llama"), memory="expected", window=8), [])

@@ -1,0 +1,48 @@
+"""Exports of tiny retrofits, as vLLM finds them on a disk, and the tokens that transformers' generate makes of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.helpers import awake
+
+Export = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture
+def export(exports: Path, make_base: Callable[..., PreTrainedModel], byte_tokenizer: Any) -> Export:
+    """A folder with a retrofit of some family and kind, W = 8 and S = 2, made once; kind None is the base itself."""
+
+    def make(family: str, kind: str | None, **options: Any) -> Path:
+        name = "-".join([family, kind or "base", *(f"{key}={value}" for key, value in options.items())])
+        folder = exports / name
+        if not folder.exists():
+            base = make_base(family, vocab_size=len(byte_tokenizer), max_position_embeddings=2048)
+            (base if kind is None else awake(base, kind, **options)).save_pretrained(folder)
+            byte_tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@torch.no_grad()
+def continued(folder: Path, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """The ``new`` likeliest tokens after each prompt, one prompt at a time, as generate finds them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None
+        )
+        found.append(whole[0, len(prompt) :].tolist())
+    return found

@@ -10,8 +10,8 @@ from distill.parallel.processes import Processes
 from distill.parallel.zero import window_only
 from distill.progress import progress_bar
 from distill.recipe import Recipe
-from retrofit.baselines import equal_memory_window
 from retrofit.costs.held import row_bytes, state_bytes
+from retrofit.evaluation.baselines import equal_memory_window
 from retrofit.evaluation.scores import Scores, evaluate
 from retrofit.table import markdown
 

@@ -30,8 +30,8 @@ from distill.progress import Bar, progress_bar
 from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
-from retrofit.baselines import equal_memory_window, window_only
 from retrofit.costs.held import row_bytes
+from retrofit.evaluation.baselines import equal_memory_window, window_only
 from retrofit.evaluation.scores import evaluate
 from retrofit.export import export_model
 from retrofit.files import check_output, write_folder

@@ -15,7 +15,7 @@ from distill.lora import add_lora, lora_layers, lora_off, merge_lora
 from distill.objective import teacher_states
 from distill.recipe import Recipe
 from patches.errors import RetrofitError
-from retrofit.baselines import window_only
+from retrofit.evaluation.baselines import window_only
 from retrofit.fingerprint import fingerprint
 from tests.helpers import awake, awaken, checksum, close, logits, tokens
 

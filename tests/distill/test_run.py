@@ -220,7 +220,7 @@ def test_a_damaged_recipe_of_the_run_is_one_sentence(recipe: Recipe, content: st
 @pytest.mark.parametrize("what", ["base", "data"])
 def test_a_run_does_not_replace_what_it_reads(recipe: Recipe, what: str) -> None:
     read = Path(str(getattr(recipe, what)))
-    with pytest.raises(RetrofitError, match="which is read here"):
+    with pytest.raises(RetrofitError, match="which is an input"):
         distill(changed(recipe, output=str(read if read.is_dir() else read.parent)), overwrite=True)
     assert read.exists()
 

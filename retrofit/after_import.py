@@ -47,11 +47,10 @@ class _After(MetaPathFinder):
 
 
 def _families() -> None:
-    # one of our own files may be the first to import transformers: it is half imported now, and what comes to use it
-    # imports the families itself
-    modules = [module for name, module in sys.modules.items() if name.startswith("patches.")]
-    if not any(getattr(module.__spec__, "_initializing", False) for module in modules):
-        importlib.import_module("retrofit.families")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("patches.") and getattr(module.__spec__, "_initializing", False):
+            return  # one of our own modules imports transformers: whatever follows imports the families itself
+    importlib.import_module("retrofit.families")
 
 
 def _peft() -> None:

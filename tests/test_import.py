@@ -61,6 +61,14 @@ def test_an_export_needs_no_trust(order: str, byte_checkpoint: Path, tmp_path: P
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("first", ["patches.kinds", "patches.qwen2", "retrofit.patching", "distill.command"])
+def test_any_module_may_come_first(first: str, tmp_path: Path) -> None:
+    """Also one that imports transformers, and with it our families, while it is half imported itself."""
+    code = f"import retrofit, {first}\nprint(retrofit.patch.__module__, *retrofit.families.FAMILIES)"
+    done = python(code, tmp_path)
+    assert done.stdout == "retrofit.patching qwen2 qwen3 llama mistral\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("file", "code"),
     [

@@ -33,9 +33,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = [
-        path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".yaml", ".json")
-    ]
+    kinds = (".py", ".yaml", ".json", ".j2")
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in kinds]
     assert names == {"cli.py"} | {path.relative_to(ROOT).as_posix() for path in sources}
     assert any(name.endswith("licenses/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
 

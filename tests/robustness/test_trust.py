@@ -147,7 +147,7 @@ def test_a_checkpoint_with_a_trojan_is_not_gone_on_from(file: str, finished: Pat
     write_checksums(output / "checkpoint-1")  # whoever plants one can count it too
     again = run("distill", output / "recipe.yaml", "--resume", "-o", output)
     assert again.exit_code == 2, again.output
-    assert "checkpoint-1 holds more than tensors, which is not read" in again.stderr
+    assert "checkpoint-1 holds objects other than tensors" in again.stderr
     assert not (tmp_path / "unpickled").exists()
 
 

@@ -106,7 +106,7 @@ def test_no_verb_shows_the_help() -> None:
         (["distill", "base", "--set", "stebs=3"], "did you mean 'steps'?"),
         (["distill", "base", "--window", "0"], "window: 0 is out of range"),
         (["distill", "base", "--sinks", "-1"], "sinks: -1 is out of range"),
-        (["distill", "base", "--output", "o"], "leaves 'data' open"),
+        (["distill", "base", "--output", "o"], "has no 'data'"),
         (["distill", "no-such.yaml"], "no recipe file or shipped recipe no-such.yaml"),
         (["generate", "model"], "--prompt"),
         (["generate", "model", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),

@@ -159,7 +159,7 @@ def test_resuming_on_another_base_is_refused(recipe: Recipe, make_base: Callable
         for parameter in other.parameters():
             parameter.mul_(1.5)
     other.save_pretrained(str(recipe.base))
-    with pytest.raises(RetrofitError, match="is another one than it was started with"):
+    with pytest.raises(RetrofitError, match="is not the one that it was started with"):
         distill(recipe, resume=True)
 
 

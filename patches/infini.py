@@ -16,7 +16,7 @@ from transformers import initialization as init
 from .errors import one_of
 from .kernels import gated_delta_rule, linear_attention
 from .linear import wide
-from .memory import Joined
+from .memory import Joined, Kept
 from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token
 from .rotary import unrotate
 from .step import Step
@@ -105,8 +105,9 @@ class InfiniAttention(UngatedMemory):
         init.zeros_(self.beta)
         init.zeros_(self.factor)  # a fresh memory adds exactly nothing, and still has a gradient
 
-    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
-        return {"matrix": (self.kv_heads, self.head_dim, self.head_dim), "mass": (self.kv_heads, self.head_dim)}
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
+        shape = (self.kv_heads, self.head_dim)
+        return {"matrix": Kept((*shape, self.head_dim), wide(dtype)), "mass": Kept(shape, wide(dtype))}
 
     @property
     def products(self) -> float:

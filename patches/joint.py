@@ -17,8 +17,8 @@ from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
 from .kernels import gated_delta_rule, linear_attention
-from .linear import HeadLinear, WideLinear
-from .memory import Joined
+from .linear import HeadLinear, WideLinear, wide
+from .memory import Joined, Kept
 from .on_window import WindowOnly, behind
 from .options import Options
 from .rotary import unrotate
@@ -154,9 +154,9 @@ class JointMemory(WindowOnly):
             self.delta.reset_parameters(logit=-1.0)
             init.zeros_(self.familiarity)
 
-    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
-        shape = (self.heads, self.features, self.head_dim + 1)
-        return {"linear": shape, "delta": shape} if self.both else {"linear": shape}
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
+        kept = Kept((self.heads, self.features, self.head_dim + 1), wide(dtype))
+        return {"linear": kept, "delta": kept} if self.both else {"linear": kept}
 
     def write_gates(self, x: Tensor) -> Tensor:
         """Writing strength and log decay of each branch and head, ``(B, n, 2 H)`` or ``(B, n, 4 H)``, float32."""

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .cache import MemoryCacheLayer, Stream, plain_stream
 from .kernels import decode_attention, window_attention
-from .memory import Joined, Memory
+from .linear import wide
+from .memory import Joined, Kept, Memory
 from .step import Evicted, Step
 
 
@@ -23,7 +24,7 @@ class WindowOnly(Memory):
     writes_back = True
     joins_window: ClassVar[bool] = False
 
-    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
         return {}
 
     def attend(self, step: Step) -> Joined:
@@ -119,8 +120,8 @@ class MatrixMemory(WindowOnly):
         """
         return gates * valid.unsqueeze(-1)
 
-    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
-        return {"matrix": (self.heads, self.head_dim, self.head_dim)}
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
+        return {"matrix": Kept((self.heads, self.head_dim, self.head_dim), wide(dtype))}
 
     def state_flops(self, evicted: int) -> int:
         return 2 * self.state_elements() * 2 * evicted  # one product to write, one to read

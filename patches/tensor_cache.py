@@ -16,7 +16,7 @@ from transformers import initialization as init
 from .errors import RetrofitError, one_of
 from .kernels import gated_delta_rule, linear_attention
 from .linear import WideLinear, wide
-from .memory import Joined
+from .memory import Joined, Kept
 from .options import above_zero, true_or_false, whole_number
 from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token
 from .step import Step
@@ -211,11 +211,11 @@ class TensorCache(UngatedMemory):
         init.constant_(self.gate, GATE)
         init.zeros_(self.W_tc.weight)  # a fresh memory adds exactly nothing, and still has a gradient
 
-    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
         rows, D = self.kv_heads * self.options.slots, self.head_dim
         each = {"matrix": (rows, D, D), "mass": (rows, D, 1)} if self.options.z_norm else {"matrix": (rows, D, D)}
         names = ("fast", "slow") if self.options.two_timescale else ("fast",)
-        return {f"{name}.{kept}": shape for name in names for kept, shape in each.items()}
+        return {f"{name}.{part}": Kept(shape, wide(dtype)) for name in names for part, shape in each.items()}
 
     @property
     def products(self) -> float:

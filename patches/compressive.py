@@ -14,7 +14,7 @@ from .errors import one_of
 from .frames import Frame, take
 from .joined import Part, Place, join, look, look_in_blocks
 from .linear import wide
-from .memory import Joined
+from .memory import Joined, Kept
 from .on_window import WindowOnly
 from .options import Options, whole_number
 from .rotary import Turn, rotate, unrotate
@@ -71,12 +71,9 @@ class Compressive(WindowOnly):
         """Evicted tokens that may be waiting for their group to complete."""
         return self.options.ratio - 1
 
-    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
-        shape = (self.kv_heads, self.rows + self.tail, self.head_dim)
-        return {"keys": shape, "values": shape}
-
-    def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype  # pooled rows stay in the cache's own
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
+        kept = Kept((self.kv_heads, self.rows + self.tail, self.head_dim), dtype)  # the cache's own, not wider
+        return {"keys": kept, "values": kept}
 
     def seen_beyond(self, t: Tensor) -> Tensor:
         index = t - self.sinks

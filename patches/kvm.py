@@ -20,7 +20,7 @@ from .joined import join, look
 from .kvm_blocks import Rule, attend_blocks, no_rows
 from .kvm_rows import Budget, Schedule, absorb, prepare, read_rows, schedule
 from .linear import WideLinear, wide
-from .memory import Joined, Memory
+from .memory import Joined, Kept, Memory
 from .options import Options, above_zero, true_or_false, whole_number
 from .rotary import rotate, unrotate
 from .step import Pass, Step
@@ -197,14 +197,14 @@ class KVM(Memory):
     def state_grows(self) -> bool:
         return self.options.budget != "fixed"
 
-    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
         """A long sequence is, under a growing budget, the longest input the base is made for."""
         rows = self.rows
         if tokens is not None:
             rows = self.schedule.rows((tokens - self.sinks - 1) // self.chunk + 1 - self.window // self.chunk)
         elif self.state_grows:
             rows = self.schedule.rows(max(1, (self.longest - self.sinks - self.window) // self.chunk))
-        return {"rows": (self.kv_heads, rows, self._row_elements)}
+        return {"rows": Kept((self.kv_heads, rows, self._row_elements), wide(dtype))}
 
     def seen_beyond(self, t: Tensor) -> Tensor:
         index = t - self.sinks  # blocks are counted from behind the sinks

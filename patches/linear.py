@@ -7,12 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+UNIT_EPS = 1e-6  # inside the root of the l2 norm, as in the kernels of AHN's published models
 NORM_EPS = 1e-5  # of the RMSNorm after the read
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """float32, or float64 where the model itself is: what states and gates are in."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x`` scaled to length 1 along its last dimension, a zero to zero."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
 class WideLinear(nn.Linear):

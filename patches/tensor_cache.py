@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
-from .linear import WideLinear, wide
-from .memory import Joined
+from .kernels import gated_delta_rule, linear_attention
+from .linear import WideLinear, unit, wide
+from .memory import Joined, Kept
 from .options import above_zero, true_or_false, whole_number
-from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token, per_query
-from .scan import gated_delta_rule, linear_attention, unit
+from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token
 from .step import Step
 
 LOGITS = 10.0  # lambda and eta stay between sigmoid(-10) and sigmoid(10)
 GATE = -2.0  # initial logit of the gate of a layer
 TIMESCALES = {"fast": (0.995, 0.05), "slow": (0.9995, 0.01)}  # initial decay and writing strength
+
 
 # The paper's recurrences (eq. 4 to 6): token after token is written, then its query reads ``q A``.
 #
@@ -36,8 +37,14 @@ TIMESCALES = {"fast": (0.995, 0.05), "slow": (0.9995, 0.01)}  # initial decay an
 # None. They return the readings (R, G, m, D) and the last state.
 
 
+def _linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    q, k, v, log_decay = (x.transpose(1, 2) for x in (q, k, v, log_decay))
+    read, last = linear_attention(q, k, v, log_decay, state, scale=1.0)
+    return read.transpose(1, 2), last
+
+
 def _outer(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
-    return linear_attention(q, k, v * strength.unsqueeze(-1), log_decay, state)
+    return _linear(q, k, v * strength.unsqueeze(-1), log_decay, state)
 
 
 def _wedge(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
@@ -51,9 +58,9 @@ def _delta(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor,
     # the gated delta rule measures the error after the decay: the same with eta / lambda and lambda v
     decay = log_decay.exp()
     v, strength = v * decay.unsqueeze(-1), strength / decay
-    k, v, strength, log_decay = (per_query(x, q) for x in (k, v, strength, log_decay))
-    read, last = gated_delta_rule(q, k, v, strength, log_decay, None if state is None else per_query(state, q))
-    return read, last[:, :1].clone()  # a view would keep the copies for the other queries alive
+    q, k, v, strength, log_decay = (x.transpose(1, 2) for x in (q, k, v, strength, log_decay))
+    read, last = gated_delta_rule(q, k, v, strength, log_decay, state, scale=1.0)
+    return read.transpose(1, 2), last
 
 
 RULES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"outer": _outer, "delta": _delta, "wedge": _wedge}
@@ -144,7 +151,7 @@ class Timescale(nn.Module):
         q, k, v, log_decay, strength = (x.flatten(0, 2) for x in (q, k, v, log_decay, strength))
         read, state = RULES[rule](q, k, v, strength, log_decay, _folded(state))
         if z_norm:
-            found, mass = linear_attention(q, k, strength.unsqueeze(-1), log_decay, _folded(mass))
+            found, mass = _linear(q, k, strength.unsqueeze(-1), log_decay, _folded(mass))
             read, mass = read / found.abs().clamp_min(1), mass.reshape(rows[0], -1, *mass.shape[2:])
         return read.unflatten(0, rows), state.reshape(rows[0], -1, *state.shape[2:]), mass
 
@@ -179,11 +186,11 @@ class TensorCache(UngatedMemory):
         init.constant_(self.gate, GATE)
         init.zeros_(self.W_tc.weight)  # a fresh memory adds exactly nothing, and still has a gradient
 
-    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
         rows, D = self.kv_heads * self.options.slots, self.head_dim
         each = {"matrix": (rows, D, D), "mass": (rows, D, 1)} if self.options.z_norm else {"matrix": (rows, D, D)}
         names = ("fast", "slow") if self.options.two_timescale else ("fast",)
-        return {f"{name}.{kept}": shape for name in names for kept, shape in each.items()}
+        return {f"{name}.{part}": Kept(shape, wide(dtype)) for name in names for part, shape in each.items()}
 
     @property
     def products(self) -> float:

@@ -143,8 +143,8 @@ def refuse_other_base(expected: dict[str, Any], model: Any, adapter: str, base: 
     found = difference(expected, model)
     if found:
         raise RetrofitError(
-            f"{adapter} was made for {base or 'another model'}, and this base is another one: {found} "
-            "(load_adapter with check_base=False loads it all the same)"
+            f"{adapter} was made for {base or 'another model'}, and this base is a different one: {found}: "
+            "give that base, or pass check_base=False to load_adapter to use this one anyway"
         )
 
 
@@ -160,13 +160,15 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     config = read_json(file)
     if not isinstance(config, dict) or config.get("peft_type") != PEFT_TYPE:
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise RetrofitError(f"{folder} is an adapter of type {kind!r}, not one of ours ({PEFT_TYPE})")
+        raise RetrofitError(
+            f"{folder} is an adapter of type {kind!r}: give one of type {PEFT_TYPE}, which retrofit.save_adapter writes"
+        )
     for key in ("memory", "fingerprint"):
         if not isinstance(config.get(key), dict):
-            raise RetrofitError(f"{file} has no {key!r}: the adapter is damaged")
+            raise RetrofitError(f"{file} has no {key!r}: the adapter is damaged, fetch it again")
     for key in ("base_model_name_or_path", "revision"):
         if not isinstance(config.get(key), str | None):
-            raise RetrofitError(f"{file}: {key!r} is no name: the adapter is damaged")
+            raise RetrofitError(f"{file}: {key!r} is not a name: the adapter is damaged, fetch it again")
     return config
 
 

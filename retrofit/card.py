@@ -67,9 +67,9 @@ def card_metadata(text: str, where: str) -> dict[str, Any]:
         plain = not any(isinstance(token, yaml.AliasToken) for token in yaml.scan(block.group(2)))
         found = yaml.safe_load(block.group(2)) if plain else None
     except Exception as error:  # what a value looks like decides where yaml fails at it
-        raise RetrofitError(f"{where}: what stands between its --- lines is not YAML: {error}") from error
+        raise RetrofitError(f"{where}: the part between its --- lines is not YAML: {error}") from error
     if not isinstance(found, dict):
-        raise RetrofitError(f"{where}: between its --- lines must stand keys and plain values")
+        raise RetrofitError(f"{where}: write only keys and plain values between its --- lines")
     return found
 
 

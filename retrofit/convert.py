@@ -98,7 +98,7 @@ def published_name(kind: str, name: str) -> str:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     if not file.is_file():
-        raise RetrofitError(f"{folder} has no {CONFIG}: published AHN weights come with one")
+        raise RetrofitError(f"{folder} has no {CONFIG}: give the folder of published AHN weights")
     config = read_json(file)
     variant = config.get("_ahn_implementation") if isinstance(config, dict) else None
     if variant is None:

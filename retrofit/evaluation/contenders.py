@@ -10,7 +10,7 @@ import torch
 
 from patches.errors import RetrofitError
 from retrofit.adapter import load_adapter
-from retrofit.baselines import equal_memory_window, window_only
+from retrofit.evaluation.baselines import equal_memory_window, window_only
 from retrofit.families import is_retrofit
 from retrofit.loading import load_base, load_config, load_tokenizer
 from retrofit.patching import patch

@@ -159,7 +159,7 @@ def test_resuming_on_another_base_is_refused(recipe: Recipe, make_base: Callable
         for parameter in other.parameters():
             parameter.mul_(1.5)
     other.save_pretrained(str(recipe.base))
-    with pytest.raises(RetrofitError, match="is another one than it was started with"):
+    with pytest.raises(RetrofitError, match="is not the one that it was started with"):
         distill(recipe, resume=True)
 
 
@@ -220,7 +220,7 @@ def test_a_damaged_recipe_of_the_run_is_one_sentence(recipe: Recipe, content: st
 @pytest.mark.parametrize("what", ["base", "data"])
 def test_a_run_does_not_replace_what_it_reads(recipe: Recipe, what: str) -> None:
     read = Path(str(getattr(recipe, what)))
-    with pytest.raises(RetrofitError, match="which is read here"):
+    with pytest.raises(RetrofitError, match="which is an input"):
         distill(changed(recipe, output=str(read if read.is_dir() else read.parent)), overwrite=True)
     assert read.exists()
 

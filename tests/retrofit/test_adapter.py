@@ -205,7 +205,7 @@ def test_no_adapter_there(make_base: MakeBase, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(RetrofitError, match="there is no folder"):
         retrofit.load_adapter(base, tmp_path / "file")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(RetrofitError, match="the Hub gave no adapter of that name"):
+    with pytest.raises(RetrofitError, match="no adapter of that name could be fetched from the Hub"):
         retrofit.load_adapter(base, "user/nothing-here")
 
 

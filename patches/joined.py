@@ -93,12 +93,11 @@ def look_in_blocks(
     parts = []
     for first in range(0, q.shape[1], together):
         blocks = range(first, min(first + together, q.shape[1]))
-        seen = (
-            torch.cat([_gather(place[which], place, blocks) for place in places], 3).flatten(0, 1) for which in (0, 1)
-        )
+        keys = torch.cat([_gather(place.k, place, blocks) for place in places], 3).flatten(0, 1)
+        values = torch.cat([_gather(place.v, place, blocks) for place in places], 3).flatten(0, 1)
         held = there(blocks)
         mask = sight if held is None else (sight & held.unsqueeze(2)).expand(len(q), -1, -1, -1).flatten(0, 1)
-        part = look(q[:, blocks.start : blocks.stop].flatten(0, 1), *seen, mask, scale, dropout)
+        part = look(q[:, blocks.start : blocks.stop].flatten(0, 1), keys, values, mask, scale, dropout)
         parts.append([x.unflatten(0, (-1, len(blocks))).flatten(1, 2) for x in part])
     out, lse = (torch.cat(x, 1)[:, :length] for x in zip(*parts, strict=True))
     return out, lse

@@ -107,8 +107,8 @@ def _far(
     if done[0] != done[-1]:
         # the block that leaves as chunk j arrives lies W before it
         index = frame.indices(-window, frame.size - window)
-        leaving = (x[:, :, : frame.size] for x in (k, v, gates))
-        blocks = prepare(*leaving, index, keys, chunk, rule.gate_appends)
+        k_out, v_out, gates_out = (x[:, :, : frame.size] for x in (k, v, gates))
+        blocks = prepare(k_out, v_out, gates_out, index, keys, chunk, rule.gate_appends)
     moved = keys.queries(q, frame.indices(0, frame.size))
     q = (q if moved is None else moved) * rule.temperature.to(q.dtype)[:, None, None]
     together = max(1, GATHERED // (k.shape[0] * k.shape[1] * k.shape[3] * most))

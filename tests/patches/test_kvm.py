@@ -186,6 +186,17 @@ def test_the_window_saw_tooths():
         assert differs.nonzero().flatten().tolist() == list(range(token, last + 1))
 
 
+@torch.no_grad()
+def test_long_prompts_go_block_by_block(make_base, monkeypatch):
+    model = awake(make_base("Qwen2").double(), "kvm", 8, 2, chunk=2, budget="power_law", factor=1.0)
+    ids = tokens(2, 60)
+    expected = logits(model, ids)
+    for gathered in (1, 5000):
+        for module in ("joined", "kvm_blocks"):
+            monkeypatch.setattr(f"patches.{module}.GATHERED", gathered)
+        close(logits(model, ids), expected)
+
+
 def test_gate_and_temperature_start_neutral_and_learn(make_base):
     model = retrofit.patch(make_base("Qwen2"), "kvm", 8, 2)
     ids = tokens(2, 40)

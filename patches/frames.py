@@ -16,6 +16,16 @@ class Frame:
     The *index* of a token counts from the first one that is neither padding nor sink; padding and sinks have negative
     indices. Where no row is padded, all rows are the same and the lists below have one entry.
 
+    Tokens 6 to 9 in blocks of 4, S = 1: row 0 has no padding, so that slot 6 is index 5; row 1 has 3 slots of it, so
+    that slot 6 is index 2. Both begin where their block does.
+
+    >>> frame = Frame(6, 4, [0, 3], sinks=1, unit=4, device=torch.device("cpu"))
+    >>> frame.start, frame.base, frame.size
+    ([5, 2], [4, 0], 8)
+    >>> slots = torch.arange(10).view(1, 1, 10, 1).expand(2, -1, -1, -1)
+    >>> frame.lay(slots, slot=0)[:, 0, :, 0].tolist()  # behind slot 9 anything
+    [[5, 6, 7, 8, 9, 9, 9, 9], [4, 5, 6, 7, 8, 9, 9, 9]]
+
     Attributes:
         start: index of each row's first new token.
         base: index of the frame's first token in each row: a multiple of ``unit``, never negative.

@@ -18,7 +18,8 @@ from .errors import RetrofitError, one_of
 from .frames import Frame, sink_attention
 from .joined import join, look
 from .kvm_blocks import Rule, attend_blocks, no_rows
-from .kvm_rows import Budget, Schedule, absorb, prepare, read_rows, schedule
+from .kvm_budget import Budget, Schedule, schedule
+from .kvm_rows import absorb, prepare, read_rows
 from .linear import WideLinear, wide
 from .memory import Joined, Kept, Memory
 from .options import Options, above_zero, true_or_false, whole_number

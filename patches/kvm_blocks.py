@@ -8,7 +8,8 @@ from torch.nn.functional import pad as fill
 
 from .frames import Frame
 from .joined import GATHERED, Part, Place, join, look, look_in_blocks
-from .kvm_rows import Keys, Schedule, absorb, prepare, read_rows
+from .kvm_budget import Schedule
+from .kvm_rows import Keys, absorb, prepare, read_rows
 
 
 @dataclass

@@ -11,7 +11,8 @@ import retrofit
 from patches.errors import RetrofitError
 from patches.kvm import KVM
 from patches.kvm_blocks import Rule
-from patches.kvm_rows import Budget, Schedule, absorb, choose, prepare
+from patches.kvm_budget import Budget, Schedule
+from patches.kvm_rows import absorb, choose, prepare
 from tests.helpers import awake, close, feed, left_mask, logits, tokens
 from tests.helpers import positions as positions_of
 from tests.patches.kvm_paper import LayerNormKeys, kvm_attention

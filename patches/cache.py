@@ -37,7 +37,7 @@ class Stream:
 class MemoryCacheLayer(DynamicLayer):
     """One layer's bounded cache. Every tensor has the batch as its first dimension.
 
-    T = 10 tokens, W = 4, S = 1: the sink is token 0, the ring holds 8, 9, 6, 7, and token 10 takes the place of token 6.
+    T = 10 tokens, W = 4, S = 1: token 0 is the sink, the ring holds 8, 9, 6, 7; token 10 takes the place of token 6.
 
     >>> tokens = torch.arange(10.0).view(1, 1, 10, 1)
     >>> layer = MemoryCacheLayer("none", window=4, sinks=1)

@@ -29,7 +29,7 @@ from distill.simulate import step_bytes
 from distill.windows import check_draws, draw_window
 from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
-from retrofit.bases import base_config
+from retrofit.costs.bases import base_config
 from retrofit.costs.estimate import DTYPES, layer_memories
 from retrofit.costs.flops import Shape, attention_flops, distinct
 from retrofit.files import write_json

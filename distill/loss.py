@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from distill.data.chat import IGNORED
 from retrofit.head import chunks, kl, log_probs, through_head
 
-IGNORE = -100  # the label of positions that do not count, in transformers and everywhere else
 # logits of one chunk: 256 MiB in fp32; with half as many the products read the head so often that it costs 15 %
 CHUNK_ELEMENTS = 2**26
 
@@ -32,7 +32,7 @@ def scored_positions(labels: Tensor, start: int, label_shift: str = "next") -> T
     Returns:
         (B, T) bool.
     """
-    counts = labels.ne(IGNORE)
+    counts = labels.ne(IGNORED)
     if label_shift == "next":
         counts = F.pad(counts[:, 1:], (0, 1))
     elif label_shift != "ahn":

@@ -16,7 +16,7 @@ from torch import Tensor
 from distill.lora import lora_off
 from distill.loss import chunked_ce, chunked_kl, scored_positions
 from patches.errors import RetrofitError
-from retrofit.evaluation.scores import hidden_states
+from retrofit.evaluation.scores import evaluating, hidden_states
 from retrofit.head import gathered
 
 Batch = dict[str, Tensor]
@@ -94,18 +94,8 @@ def padded_right(mask: Tensor) -> bool:
 @torch.no_grad()
 def teacher_states(model: Any, tokens: Batch) -> Tensor:
     """(B, T, E) hidden states of the base with full attention, through the unwrapped module: nothing to reduce."""
-    with _evaluating(model), model.memory_off(), lora_off(model):
+    with evaluating(model), model.memory_off(), lora_off(model):
         return hidden_states(model, tokens)
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 @contextmanager

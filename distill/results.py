@@ -10,9 +10,10 @@ from distill.parallel.processes import Processes
 from distill.parallel.zero import window_only
 from distill.progress import progress_bar
 from distill.recipe import Recipe
-from retrofit.baselines import equal_memory_window
 from retrofit.costs.held import row_bytes, state_bytes
-from retrofit.evaluation.scores import Scores, evaluate, gap_closed
+from retrofit.evaluation.baselines import equal_memory_window
+from retrofit.evaluation.scores import Scores, evaluate
+from retrofit.table import markdown
 
 COLUMNS = {
     "name": ("", ""),
@@ -71,37 +72,21 @@ def compare(
         )
     shares = processes.all_of(scores)
     scores = {name: _together([each[name] for each in shares], count) for name in scores}
-    gap = scores["window-only"].mean_kl
     rows = []
     for name, score in scores.items():
         _, window, state, seconds = models.get(name, (None, None, None, None))  # the teacher has none of them
-        rows.append(
-            {
-                "name": name,
-                "window": window,
-                "kl": score.mean_kl,
-                "kl_gap_closed": gap_closed(score.mean_kl, gap),
-                "nll": score.mean_nll,
-                "state_bytes": state,
-                "seconds": seconds,
-            }
-        )
+        measured = {"name": name, "window": window, **score.figures(scores["window-only"])}
+        rows.append({**measured, "state_bytes": state, "seconds": seconds})
     return rows
 
 
 def _together(shares: list[Scores], count: int) -> Scores:
     """The scores of ``count`` rows from those of each process: process r of n scored rows r, r + n and so on."""
 
-    def rows(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(parts, 1).flatten(0, 1)[:count]  # (N, P)
+    def rows(part: str) -> torch.Tensor:
+        return torch.stack([getattr(each, part) for each in shares], 1).flatten(0, 1)[:count]  # (N, P)
 
-    return Scores(
-        rows([each.nll for each in shares]),
-        rows([each.kl for each in shares]),
-        rows([each.correct for each in shares]),
-        shares[0].start,
-        rows([each.scored for each in shares]),
-    )
+    return Scores(rows("nll"), rows("kl"), rows("correct"), shares[0].start, rows("scored"))
 
 
 def title(recipe: Recipe, split: Split) -> str:
@@ -115,11 +100,6 @@ def title(recipe: Recipe, split: Split) -> str:
 
 def card_details(recipe: Recipe, split: Split, rows: list[dict[str, Any]], command: str) -> str:
     """The run in Markdown, for the model cards: data, command, figures."""
-    header = " | ".join(name for name, _ in COLUMNS.values())
-    lines = [f"| {header} |", "|" + " --- |" * len(COLUMNS)]
-    for row in rows:
-        cells = ("" if row[key] is None else format(row[key], spec) for key, (_, spec) in COLUMNS.items())
-        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(
         [
             "## How it was made",
@@ -132,6 +112,6 @@ def card_details(recipe: Recipe, split: Split, rows: list[dict[str, Any]], comma
             "",
             "On held-out rows, at positions past the window:",
             "",
-            *lines,
+            markdown(rows, COLUMNS),
         ]
     )

@@ -24,7 +24,7 @@ from distill.parallel.zero import is_partitioned, keep_base_out, partition, wind
 from distill.windows import check_draws, draw_window
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
-from retrofit.evaluation.scores import gap_closed
+from retrofit.evaluation.scores import evaluating, gap_closed
 from retrofit.families import is_retrofit
 from retrofit.fingerprint import fingerprint
 from retrofit.head import gathered
@@ -212,9 +212,7 @@ class DistillTrainer(Trainer):
         objective = Objective(label_shift=self.args.label_shift)
         window, sinks = self.window
         sums = torch.zeros(2, DISTANCES, dtype=torch.float64, device=self.args.device)
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(model):
             for batch in map(self._prepare_inputs, self.get_eval_dataloader(data)):
                 scored = objective.scored(batch["labels"], window + sinks)
                 losses = objective.losses(model, model, batch, scored).double()
@@ -222,7 +220,6 @@ class DistillTrainer(Trainer):
                 at = (beyond / window).clamp(min=1).log2().long().clamp(max=DISTANCES - 1)
                 sums[0].index_add_(0, at, losses)
                 sums[1].index_add_(0, at, torch.ones_like(losses))
-        model.train(was_training)
         totals, counts = self.accelerator.reduce(sums, reduction="sum").tolist()
         means = {"": sum(totals) / max(sum(counts), 1)}
         for i, (total, count) in enumerate(zip(totals, counts, strict=True)):

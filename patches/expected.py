@@ -19,7 +19,7 @@ from .chosen import EMPTY, choose, pick
 from .errors import RetrofitError
 from .linear import wide
 from .lse import attention_lse
-from .memory import Joined
+from .memory import Joined, Kept
 from .on_window import WindowOnly
 from .options import Options, whole_number
 from .quantised import BITS, Channels, quantise, restore
@@ -103,24 +103,26 @@ class ExpectedAttention(WindowOnly):
         if self.options.rows is not None:
             return self.options.rows
         state = self.heads * self.head_dim**2 * torch.float32.itemsize
-        return max(1, state // (self.kv_heads * self._row_bytes(torch.float32)))
+        return max(1, state // (self.kv_heads * self._row_bytes))
 
     # ---- what it costs ----
 
-    def _row_bytes(self, dtype: torch.dtype) -> int:
-        score = wide(dtype).itemsize
+    def _row(self, dtype: torch.dtype) -> dict[str, Kept]:
+        """What is kept of one token."""
+        score = {"score": Kept((), wide(dtype))}
         if self.options.bits == 16:
-            return 2 * self.head_dim * dtype.itemsize + score
-        packed = self.head_dim * self.options.bits // 8 + torch.float16.itemsize
-        return 2 * packed + torch.int32.itemsize + score
+            return {name: Kept((self.head_dim,), dtype) for name in ("k", "v")} | score
+        codes, scale = Kept((self.head_dim * self.options.bits // 8,), torch.uint8), Kept((1,), torch.float16)
+        position = Kept((), torch.int32)
+        return {"k": codes, "k_scale": scale, "v": codes, "v_scale": scale, "position": position} | score
 
-    def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
-        if tokens is not None and tokens <= self.capacity:
-            return 0
-        return self.kv_heads * self.rows * self._row_bytes(dtype)
+    @property
+    def _row_bytes(self) -> int:
+        return sum(kept.bytes for kept in self._row(torch.float32).values())
 
-    def state_elements(self, tokens: int | None = None) -> int:
-        return self.kv_heads * self.rows * (2 * self.head_dim + 1 + (self.options.bits < 16) * 3)
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
+        rows = (self.kv_heads, self.rows)
+        return {name: Kept((*rows, *kept.shape), kept.dtype) for name, kept in self._row(dtype).items()}
 
     def seen_beyond(self, t: Tensor) -> Tensor:
         return self.capacity + (t - self.capacity + 1).clamp(0, self.rows)

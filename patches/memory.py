@@ -5,14 +5,25 @@ projection. Everything a kind does differently (what it keeps, how it is read, w
 """
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .linear import wide
 from .options import Options
 from .step import Step
+
+
+class Kept(NamedTuple):
+    """A tensor that is kept of one sequence in one layer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 # the heads before the output projection (B, n, H, D), and what to add after it (B, n, E) or None
 Joined = tuple[Tensor, Tensor | None]
@@ -104,8 +115,8 @@ class Memory(nn.Module):
 
     # ---- what it costs, for one sequence in one layer ----
 
-    def state_shapes(self, tokens: int | None = None) -> dict[str, tuple[int, ...]]:
-        """The state's tensors by name, as ``step.layer.state`` holds them for a row of the batch.
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
+        """The state's tensors in a ``dtype`` model, by name, as ``step.layer.state`` holds them for a row of the batch.
 
         Args:
             tokens: of the sequence so far, more than ``capacity``; None means a long one.
@@ -117,13 +128,9 @@ class Memory(nn.Module):
         """Whether it has no bound of its own."""
         return False
 
-    def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the state in a ``dtype`` model."""
-        return wide(dtype)
-
-    def state_elements(self, tokens: int | None = None) -> int:
-        """Elements of the state, besides sinks and window; ``tokens`` as for :meth:`state_shapes`."""
-        return sum(math.prod(shape) for shape in self.state_shapes(tokens).values())
+    def state_elements(self) -> int:
+        """Elements of the state of a long sequence, besides sinks and window."""
+        return sum(math.prod(kept.shape) for kept in self.state_tensors(torch.float32).values())
 
     def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
         """Bytes of the state in a ``dtype`` model, besides sinks and window.
@@ -133,7 +140,7 @@ class Memory(nn.Module):
         """
         if tokens is not None and tokens <= self.capacity:
             return 0
-        return self.state_elements(tokens) * self.state_dtype(dtype).itemsize
+        return sum(kept.bytes for kept in self.state_tensors(dtype, tokens).values())
 
     def seen_keys(self, tokens: int) -> Tensor:
         """Keys that each query attends to by a softmax, sinks and rows of the memory included: ``(tokens,)`` int64."""

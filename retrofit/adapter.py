@@ -1,14 +1,10 @@
 """Adapters: the memory's weights and configuration without the base, in PEFT's file layout but without needing PEFT."""
 
-import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from patches.config import MemoryConfig
@@ -20,9 +16,8 @@ from .families import is_retrofit
 from .fetch import fetch_folder
 from .files import write_folder, write_json, write_text
 from .fingerprint import difference, fingerprint
-from .hub_errors import first_line
-from .loading import refuse_nan
 from .patching import patch
+from .reading import read_json, read_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_TYPE = "RETROFIT"
@@ -148,8 +143,8 @@ def refuse_other_base(expected: dict[str, Any], model: Any, adapter: str, base: 
     found = difference(expected, model)
     if found:
         raise RetrofitError(
-            f"{adapter} was made for {base or 'another model'}, and this base is another one: {found} "
-            "(load_adapter with check_base=False loads it all the same)"
+            f"{adapter} was made for {base or 'another model'}, and this base is a different one: {found}: "
+            "give that base, or pass check_base=False to load_adapter to use this one anyway"
         )
 
 
@@ -162,19 +157,18 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     if not file.is_file():
         raise RetrofitError(f"{folder} has no {CONFIG}: it is not an adapter folder")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise RetrofitError(f"{file} cannot be read: {first_line(error)}") from None
+    config = read_json(file)
     if not isinstance(config, dict) or config.get("peft_type") != PEFT_TYPE:
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise RetrofitError(f"{folder} is an adapter of type {kind!r}, not one of ours ({PEFT_TYPE})")
+        raise RetrofitError(
+            f"{folder} is an adapter of type {kind!r}: give one of type {PEFT_TYPE}, which retrofit.save_adapter writes"
+        )
     for key in ("memory", "fingerprint"):
         if not isinstance(config.get(key), dict):
-            raise RetrofitError(f"{file} has no {key!r}: the adapter is damaged")
+            raise RetrofitError(f"{file} has no {key!r}: the adapter is damaged, fetch it again")
     for key in ("base_model_name_or_path", "revision"):
         if not isinstance(config.get(key), str | None):
-            raise RetrofitError(f"{file}: {key!r} is no name: the adapter is damaged")
+            raise RetrofitError(f"{file}: {key!r} is not a name: the adapter is damaged, fetch it again")
     return config
 
 
@@ -186,31 +180,8 @@ def load_memory_weights(model: Any, file: str | Path) -> None:
             not finite.
     """
     parameters = dict(model.memory_parameters())
-    try:
-        with safe_open(str(file), framework="pt") as saved:
-            names = {name.removeprefix(PREFIX): name for name in saved.keys()}  # noqa: SIM118 (not a mapping)
-            shapes = {name: saved.get_slice(key).get_shape() for name, key in names.items()}
-            check_shapes(str(file), shapes, parameters)
-            tensors = {name: saved.get_tensor(key) for name, key in names.items()}
-    except (SafetensorError, OSError) as error:
-        raise RetrofitError(f"{file} is missing, damaged or cut short: {first_line(error)}") from None
-    refuse_nan(str(file), tensors.items())
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    tensors = read_tensors(file, shapes, lambda name: name.removeprefix(PREFIX))
     with torch.no_grad():
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
-
-
-def check_shapes(where: str, shapes: Mapping[str, Sequence[int]], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse tensors whose names and shapes are not exactly those of the memory's ``parameters``.
-
-    Raises:
-        RetrofitError: they are not; ``where`` says whose they are.
-    """
-    missing, extra = sorted(parameters.keys() - shapes.keys()), sorted(shapes.keys() - parameters.keys())
-    if missing or extra:
-        what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this memory has not"
-        raise RetrofitError(f"{where} {what}: it does not belong to this memory")
-    for name, shape in shapes.items():
-        if tuple(shape) != tuple(parameters[name].shape):
-            needed = tuple(parameters[name].shape)
-            raise RetrofitError(f"{where}: {name} has shape {tuple(shape)}, this memory needs {needed}")

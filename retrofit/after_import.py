@@ -47,6 +47,9 @@ class _After(MetaPathFinder):
 
 
 def _families() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("patches.") and getattr(module.__spec__, "_initializing", False):
+            return  # one of our own modules imports transformers: whatever follows imports the families itself
     importlib.import_module("retrofit.families")
 
 

@@ -11,6 +11,10 @@ from patches.errors import RetrofitError
 
 ADAPTER_HERE, MODEL_HERE = "path/or/repo-of-this-adapter", "path/or/repo-of-this-model"  # until it is pushed
 LICENCE_OPEN = "That of the base: see the base's card."
+REFUSED = (
+    "Assisted decoding, continuous batching, packed sequences, tensor parallelism, static caches, and continuing a "
+    "right-padded cache are refused with a message. vLLM and llama.cpp cannot run it."
+)
 
 
 def adapter_card(memory: dict[str, Any], details: str = "") -> str:
@@ -63,9 +67,9 @@ def card_metadata(text: str, where: str) -> dict[str, Any]:
         plain = not any(isinstance(token, yaml.AliasToken) for token in yaml.scan(block.group(2)))
         found = yaml.safe_load(block.group(2)) if plain else None
     except Exception as error:  # what a value looks like decides where yaml fails at it
-        raise RetrofitError(f"{where}: what stands between its --- lines is not YAML: {error}") from error
+        raise RetrofitError(f"{where}: the part between its --- lines is not YAML: {error}") from error
     if not isinstance(found, dict):
-        raise RetrofitError(f"{where}: between its --- lines must stand keys and plain values")
+        raise RetrofitError(f"{where}: write only keys and plain values between its --- lines")
     return found
 
 
@@ -100,37 +104,35 @@ The code that runs it lies beside the weights; with `import retrofit` first, no 
 
 def _card(memory: dict[str, Any], library: str, relation: str, load: str, details: str) -> str:
     base = memory.get("base") or "the-base-model"
-    tags = ["retrofit", "long-context", f"memory-{memory['kind']}"]
-    metadata = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
+    details = f"{details.strip()}\n\n" if details else ""
     # a path would be a dead link
-    if is_hub_id(base):
-        metadata += [f"base_model: {base}", f"base_model_relation: {relation}"]
-    metadata += ["tags:", *(f"- {tag}" for tag in tags), "---"]
+    of_base = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
     revision = f" at revision `{memory['base_revision']}`" if memory.get("base_revision") else ""
     layers = "all layers" if memory.get("layers") is None else f"layers {memory['layers']} (others: {memory['others']})"
-    lines = [
-        *metadata,
-        "",
-        f"# {base.rstrip('/').split('/')[-1]} with a bounded memory ({memory['kind']})",
-        "",
-        f"- base: `{base}`{revision}, frozen",
-        f"- memory: `{memory['kind']}` on {layers}, options {memory.get('options') or 'default'}",
-        f"- kept exactly: {memory['sinks']} sinks and a window of {memory['window']} tokens; up to that length the "
-        "model is its base",
-        "",
-        "## How to load it",
-        "",
-        load.format(base=base),
-        "",
-        *([details.strip(), ""] if details else []),
-        "## What does not work",
-        "",
-        "Assisted decoding, continuous batching, packed sequences, tensor parallelism, static caches, and continuing a "
-        "right-padded cache are refused with a message. vLLM and llama.cpp cannot run it.",
-        "",
-        "## Licence",
-        "",
-        LICENCE_OPEN,
-        "",
-    ]
-    return "\n".join(lines)
+    return f"""---
+library_name: {library}
+pipeline_tag: text-generation
+{of_base}tags:
+- retrofit
+- long-context
+- memory-{memory["kind"]}
+---
+
+# {base.rstrip("/").split("/")[-1]} with a bounded memory ({memory["kind"]})
+
+- base: `{base}`{revision}, frozen
+- memory: `{memory["kind"]}` on {layers}, options {memory.get("options") or "default"}
+- kept exactly: {memory["sinks"]} sinks and a window of {memory["window"]} tokens; up to there the model is its base
+
+## How to load it
+
+{load.format(base=base)}
+
+{details}## What does not work
+
+{REFUSED}
+
+## Licence
+
+{LICENCE_OPEN}
+"""

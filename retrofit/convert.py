@@ -1,11 +1,9 @@
 """Published AHN weights (arXiv 2510.07318): their layout checked, then renamed into a patched model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from patches.errors import RetrofitError, one_of
@@ -13,9 +11,9 @@ from patches.kinds import find_kind
 
 from .families import base_type
 from .fetch import fetch_folder
-from .hub_errors import first_line
 from .loading import load_config
 from .patching import patch
+from .reading import read_json, read_tensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KINDS = {"GatedDeltaNet": "ahn-gdn", "DeltaNet": "ahn-dn", "Mamba2": "ahn-mamba2"}  # by `_ahn_implementation`
@@ -78,7 +76,7 @@ def convert_ahn(
         config = load_config(str(base), **loading)
     _check_base(published, config, path)
     kind = KINDS[published["_ahn_implementation"]]
-    tensors = _read_weights(folder / WEIGHTS, _layout(kind, config))
+    tensors = read_tensors(folder / WEIGHTS, _layout(kind, config))
     model = patch(base, kind, window, sinks, model_kwargs=model_kwargs)
     with torch.no_grad():
         for name, parameter in model.memory_parameters():
@@ -100,11 +98,8 @@ def published_name(kind: str, name: str) -> str:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     if not file.is_file():
-        raise RetrofitError(f"{folder} has no {CONFIG}: published AHN weights come with one")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise RetrofitError(f"{file} cannot be read: {first_line(error)}") from None
+        raise RetrofitError(f"{folder} has no {CONFIG}: give the folder of published AHN weights")
+    config = read_json(file)
     variant = config.get("_ahn_implementation") if isinstance(config, dict) else None
     if variant is None:
         raise RetrofitError(f"{file} has no '_ahn_implementation': these are not published AHN weights")
@@ -140,28 +135,3 @@ def _layout(kind: str, config: Any) -> dict[str, tuple[int, ...]]:
         shapes[UNUSED[kind]] = (memory.heads,)
     layers = range(config.num_hidden_layers)
     return {f"model.layers.{i}.ahn.fn.{name}": shape for i in layers for name, shape in shapes.items()}
-
-
-def _read_weights(file: Path, layout: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """The tensors of ``file``, which must be those of ``layout`` and no others."""
-    try:
-        with safe_open(str(file), framework="pt") as saved:
-            found = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
-            problems = {
-                "lacks": sorted(layout.keys() - found.keys()),
-                "has, beyond the memory's own,": sorted(found.keys() - layout.keys()),
-                "has in another shape": [
-                    f"{name} ({found[name]}, not {shape})"
-                    for name, shape in layout.items()
-                    if name in found and found[name] != shape
-                ],
-            }
-            for problem, names in problems.items():
-                if names:
-                    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                    raise RetrofitError(
-                        f"{file} {problem} {names[0]}{more}: these are not the AHN weights of this base"
-                    )
-            return {name: saved.get_tensor(name) for name in layout}
-    except (SafetensorError, OSError) as error:
-        raise RetrofitError(f"{file} is missing, damaged or cut short: {first_line(error)}") from None

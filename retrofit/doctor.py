@@ -1,7 +1,6 @@
 """What is installed here, whether it goes together, and which kernel each memory runs on."""
 
 import importlib
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from packaging.version import Version
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from patches.errors import RetrofitError
@@ -92,7 +92,7 @@ def _package(name: str, version: str | None) -> Finding:
         )
         return Finding(name, version, BAD, advice)
     if name == "peft" and version is not None and _older(version, "0.21"):
-        advice = "PeftModel does not load our adapters: pip install -U 'peft>=0.21', or use retrofit.load_adapter"
+        advice = "PeftModel cannot load a Retrofit adapter: pip install -U 'peft>=0.21', or use retrofit.load_adapter"
         return Finding(name, version, NOTE, advice)
     return Finding(name, version or ABSENT)
 
@@ -112,7 +112,7 @@ def _device(versions: dict[str, str | None]) -> Finding:
 
 def _fla(versions: dict[str, str | None], uses_fla: bool) -> Finding:
     """Whether flash-linear-attention's operation imports and runs; how bad it is if not depends on who calls it."""
-    serious, beside = (BAD, "") if uses_fla else (NOTE, "; no memory calls it here")
+    serious, beside = (BAD, "") if uses_fla else (NOTE, " (no memory uses it here)")
     name, triton, found = "fla's gated delta rule", versions["triton"], gpu()
     if versions["flash-linear-attention"] is None:
         return Finding(name, ABSENT)
@@ -123,13 +123,17 @@ def _fla(versions: dict[str, str | None], uses_fla: bool) -> Finding:
     try:
         operation = getattr(importlib.import_module(FLA_OP[0]), FLA_OP[1])
     except Exception as error:  # without triton a ModuleNotFoundError, with a broken one anything
-        advice = f"it does not import ({first_line(error)}): pip install triton, or leave fla out{beside}"
+        advice = (
+            f"it does not import ({first_line(error)}): pip install triton, or uninstall flash-linear-attention{beside}"
+        )
         return Finding(name, "does not import", serious, advice)
     if found is None:
         return Finding(name, "imports; needs a GPU to run")
     if found[1] in BLACKWELL:
         # fla #607, #913: gradients of NaN without an error
-        advice = f"on Blackwell its gradients may be NaN without an error: check fla's issue 913{beside}"
+        advice = (
+            f"on Blackwell its gradients may be NaN without an error: read issue 913 of flash-linear-attention{beside}"
+        )
         return Finding(name, "imports", NOTE, advice)
     try:
         _run_fla(operation)
@@ -236,12 +240,7 @@ def _version(name: str) -> str | None:
 
 def _older(version: str, than: str) -> bool:
     """Whether ``version`` comes before ``than``; suffixes such as +cpu and rc1 are left aside."""
-    return _numbers(version) < _numbers(than)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    numbers = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
-    return (*numbers, *[0] * (3 - len(numbers)))
+    return Version(Version(version).base_version) < Version(than)
 
 
 def _has_nvidia() -> bool:

@@ -27,5 +27,6 @@ def fetch_folder(path: str | Path, files: list[str], what: str, revision: str | 
         raise RetrofitError(f"there is no folder {str(path)!r}, and it is not a Hub id (user/name) either") from None
     except (HfHubHTTPError, OSError) as error:
         raise RetrofitError(
-            f"there is no folder {str(path)!r}, and the Hub gave no {what} of that name: {reason(error, token)}"
+            f"there is no folder {str(path)!r}, and no {what} of that name could be fetched from the Hub: "
+            + reason(error, token)
         ) from None

@@ -41,10 +41,10 @@ def check_output(
     folders = [Path(read) for read in data]
     for read in [*map(Path, inputs), *folders]:
         if read.exists() and read.resolve().is_relative_to(path.resolve()):
-            raise RetrofitError(f"{path} is or holds {read}, which is read here: choose another output folder")
+            raise RetrofitError(f"{path} is or contains {read}, which is an input: choose another output folder")
     for read in folders:
         if read.is_dir() and path.resolve().is_relative_to(read.resolve()):
-            raise RetrofitError(f"{path} lies in {read}, which is read here: choose another output folder")
+            raise RetrofitError(f"{path} lies in {read}, which is an input: choose another output folder")
     return path
 
 
@@ -62,7 +62,7 @@ def check_file(path: str | Path, inputs: Iterable[str | Path | None] = ()) -> No
         raise RetrofitError(f"{path} is a folder: choose another file")
     for read in (Path(read) for read in inputs if read is not None):
         if path.exists() and read.exists() and path.resolve().is_relative_to(read.resolve()):
-            raise RetrofitError(f"{path} is or belongs to {read}, which is read here: choose another file")
+            raise RetrofitError(f"{path} is or belongs to {read}, which is an input: choose another file")
 
 
 def _writable(path: Path, what: str) -> Path:
@@ -134,7 +134,7 @@ def _taking_its_place(draft: Path, path: Path) -> Iterator[None]:
         else:
             os.replace(draft, path)
     except SafetensorError as error:  # what its writer raises where another would raise OSError: the disk is full, say
-        raise RetrofitError(f"{path} cannot be written, nothing was kept there: {error}") from error
+        raise RetrofitError(f"{path} could not be written and nothing was kept: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -19,8 +19,8 @@ class Sampling:
     """How tokens are drawn.
 
     Attributes:
-        max_new_tokens: at most so many.
-        temperature: 0 takes the likeliest token each time.
+        max_new_tokens: the most that are drawn.
+        temperature: 0 always takes the most likely token.
 
     Raises:
         RetrofitError: a number out of range.
@@ -64,8 +64,8 @@ def generate_text(
         model: a causal LM.
         tokenizer: its tokenizer.
         prompt: what to continue; not part of the result.
-        max_new_tokens: at most so many tokens.
-        temperature: of sampling; 0 takes the likeliest token each time.
+        max_new_tokens: the most tokens that are drawn.
+        temperature: of sampling; 0 always takes the most likely token.
         seed: of sampling.
         stream: print the text to stdout as it comes.
 
@@ -78,7 +78,7 @@ def generate_text(
     sampling = Sampling(max_new_tokens, temperature)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
     if ids.shape[1] == 0:
-        raise RetrofitError("the prompt holds no token: give some text to continue")
+        raise RetrofitError("the prompt is empty: give some text to continue")
     set_seed(seed)
     tokens = respond(model, tokenizer, ids, sampling, stream=stream)
     return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)

@@ -67,14 +67,16 @@ def push_folder(
         card = file.read_text(encoding="utf-8") if file.is_file() else make(memory)
         base, at = memory.get("base"), memory.get("base_revision")
         if not (base and is_hub_id(base)):
-            where = f"by a folder, {base}" if base else "nowhere"
-            print(f"note: the base is named {where}: say in {CARD} which model on the Hub it is", file=sys.stderr)
+            where = f"names the base by a folder, {base}" if base else "does not name the base"
+            print(f"note: the card {where}: write the Hub id of the base into {CARD}", file=sys.stderr)
         write_text(Path(scratch, CARD), complete_card(card, repo_id, _licence(api, base, at, token)))
 
         def upload() -> str:
             api.create_repo(repo_id, private=private, exist_ok=True)
             if private and not api.model_info(repo_id).private:
-                raise RetrofitError(f"{repo_id} exists and is public: make it private on the Hub, or leave --private")
+                raise RetrofitError(
+                    f"{repo_id} exists and is public: make it private on the Hub, or push without --private"
+                )
             if revision is not None:
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             commit = api.upload_folder(
@@ -118,7 +120,7 @@ def _persist(upload: Callable[[], str], repo_id: str, token: str | None) -> str:
         except (HTTPError, OSError, RuntimeError, ValueError) as error:  # the last for a card the Hub finds faults with
             stumbled = transient(error)
             if not stumbled or wait is None:
-                raise RetrofitError(f"the Hub did not take {repo_id}: {reason(error, token)}") from None
+                raise RetrofitError(f"the Hub refused {repo_id}: {reason(error, token)}") from None
             print(f"{stumbled}: trying again in {wait:.0f} s", file=sys.stderr)
             time.sleep(wait)
     raise AssertionError("the last try returns or raises")
@@ -173,6 +175,6 @@ def _licence(api: HfApi, base: str | None, revision: str | None, token: str | No
         else:
             data = {}
     except (HTTPError, OSError, ValueError) as error:
-        print(f"note: the licence of {base} is not known: {redact(first_line(error), token)}", file=sys.stderr)
+        print(f"note: the licence of {base} could not be found: {redact(first_line(error), token)}", file=sys.stderr)
         data = {}
     return {key: data[key] for key in ("license", "license_name", "license_link") if isinstance(data.get(key), str)}

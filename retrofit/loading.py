@@ -1,20 +1,18 @@
 """Loading checkpoints and tokenizers: what transformers says when it cannot, in one sentence."""
 
-import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from patches.errors import RetrofitError
-from patches.modeling import refuse_tensor_parallel
+from patches.pretrained import refuse_tensor_parallel
 
 from .families import find_family
 from .gguf import locate, name_source, unquantised
+from .reading import refuse_nan
 
 SAFELY = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
 MOST_LAYERS = 1000  # several times those of any published model
@@ -75,26 +73,6 @@ def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
         )
     refuse_nan(path, model.named_parameters())
     return unquantised(model, path) if gguf else model
-
-
-def refuse_nan(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse weights of which one is NaN or infinite: whatever a model computes with it is, too.
-
-    Args:
-        where: begins the sentence.
-        weights: names and tensors; those without storage of their own here (meta) or in 8 bits are passed over.
-
-    Raises:
-        RetrofitError: a value is not finite.
-    """
-    for name, tensor in weights:
-        if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.itemsize < 2:
-            continue
-        least, most = torch.aminmax(tensor.detach())  # both NaN if one value is; no copy is made, as isfinite would
-        if not math.isfinite(least) or not math.isfinite(most):
-            raise RetrofitError(
-                f"{where}: {name} holds NaN or infinite values: the weights are damaged, fetch them again"
-            )
 
 
 def load_tokenizer(path: str, **kwargs: Any) -> Any:

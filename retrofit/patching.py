@@ -68,7 +68,7 @@ def patch(
     if getattr(base, "hf_quantizer", None) is not None:
         raise RetrofitError("quantised bases are not supported yet: load the base in bfloat16 or float32")
     if any(parameter.is_meta for parameter in base.parameters()):
-        raise RetrofitError("the base has weights that are not loaded (meta or offloaded to disk): load it whole")
+        raise RetrofitError("some weights of the base are not loaded (meta or offloaded to disk): load all of it")
 
     name, revision = _origin(base)
     frequencies = base.model.rotary_emb.inv_freq.dtype
@@ -80,8 +80,8 @@ def patch(
     added, there = sum(p.numel() for _, p in model.memory_parameters()), base.num_parameters()
     if added > MOST * there:
         raise RetrofitError(
-            f"memory {memory!r} would have {added:,} parameters with these options, its base has {there:,}: "
-            "choose smaller ones"
+            f"memory {memory!r} would add {added:,} parameters with these options, and its base has {there:,}: "
+            "choose smaller options"
         )
     _share(base, model)
     model.generation_config = copy.deepcopy(base.generation_config)
@@ -126,8 +126,8 @@ def _share(base: Any, model: Any) -> None:
             source = getattr(source, "base_layer", source)
         if module._parameters.keys() != source._parameters.keys():
             raise RetrofitError(
-                f"{path} of the base is a {type(source).__name__} whose weights are not those of its family: merge or "
-                "remove what was attached to it (a LoRA adapter, say) first"
+                f"{path} of the base is a {type(source).__name__} whose weights are not those of its family: first "
+                "merge or remove whatever was added to it, such as a LoRA adapter"
             )
         for name, parameter in source.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))

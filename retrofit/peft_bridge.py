@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from patches.errors import RetrofitError
 
-from .adapter import OF_THE_BASE, PEFT_TYPE, PREFIX, check_shapes, patch_as, refuse_other_base
+from .adapter import OF_THE_BASE, PEFT_TYPE, PREFIX, patch_as, refuse_other_base
 from .fingerprint import fingerprint
+from .reading import check_shapes
 
 
 def _extend_enum(name: str) -> None:
@@ -77,13 +78,15 @@ class RetrofitTuner(BaseTuner):
             RetrofitError: a second memory, another base than the adapter's, or PEFT's ``low_cpu_mem_usage``.
         """
         if len(self.peft_config) > 1:
-            raise RetrofitError("a model has one memory: load the second adapter onto a base of its own")
+            raise RetrofitError("a model has one memory: load the second adapter on another copy of the base")
         config = self.peft_config[adapter_name]
         if config.memory is None:
             raise RetrofitError("RetrofitConfig needs memory={'kind': ..., 'window': ..., 'sinks': ...}")
         self.model, self.switch = patch_as(model, config.memory), MemorySwitch(adapter_name)
         if any(parameter.is_meta for parameter in self.model.parameters()):
-            raise RetrofitError("low_cpu_mem_usage leaves the model without its weights: load the adapter without it")
+            raise RetrofitError(
+                "low_cpu_mem_usage leaves the model without its weights: load the adapter without that argument"
+            )
         if config.fingerprint is None:
             config.fingerprint = fingerprint(self.model)
         refuse_other_base(config.fingerprint, self.model, "this adapter", config.base_model_name_or_path)
@@ -102,7 +105,7 @@ class RetrofitTuner(BaseTuner):
         self.model.model.memory_enabled, self.switch._disable_adapters = on, not on
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RetrofitError("a memory is no change of weights that could be merged: export both by `retrofit merge`")
+        raise RetrofitError("a memory cannot be merged into the base's weights: export both with `retrofit merge`")
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("inject_adapter does it all")  # abstract in the base class
@@ -123,7 +126,8 @@ class RetrofitTuner(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, *, model: Any, state_dict: dict[str, Tensor], **_: Any
     ) -> dict[str, Tensor]:
-        check_shapes("the adapter", {name: tensor.shape for name, tensor in state_dict.items()}, _parameters(model))
+        found = {name: tensor.shape for name, tensor in state_dict.items()}
+        check_shapes("the adapter", found, {name: tensor.shape for name, tensor in _parameters(model).items()})
         return state_dict
 
 

@@ -31,6 +31,14 @@ def print_table(title: str, rows: Sequence[Row], columns: Columns, console: Cons
     (console or Console()).print(table)
 
 
+def markdown(rows: Sequence[Row], columns: Columns) -> str:
+    """The same table in Markdown."""
+    lines = [[" ".join(header.split()) for header, _ in columns.values()]]
+    lines += [["---:" if spec else "---" for _, spec in columns.values()]]
+    lines += [[_cell(row.get(key), spec) for key, (_, spec) in columns.items()] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def write_rows(path: str | Path, rows: Sequence[Row]) -> None:
     """Write ``rows`` as a JSON list in one step; NaN and infinities become null."""
     write_json(path, finite(rows))

@@ -52,7 +52,7 @@ SMALL = ["--window", 8, "--sinks", 2, "--seq-len", 32, "--steps", 1]
         ),
         (["distill", "base", "--data", "corpus/text.txt", "-o", "corpus"], "corpus/text.txt"),
         (["distill", "base", "--data", "corpus", "-o", "corpus/run"], "lies in corpus"),
-        (["distill", "base", "--data", "corpus", "-o", "corpus"], "is or holds corpus"),
+        (["distill", "base", "--data", "corpus", "-o", "corpus"], "is or contains corpus"),
         (["distill", "base", "--data", "run/mine.yaml", "-o", "run"], "run/mine.yaml"),
         (["distill", "base", "--data", "corpus/text.txt", "-o", "out", "--json", "corpus/text.txt"], "corpus/text.txt"),
         (["distill", "run/mine.yaml", "-o", "out", "--json", "corpus/text.txt"], "corpus/text.txt"),
@@ -74,7 +74,7 @@ def test_what_is_read_is_never_replaced(command: list[object], read: str, desk: 
         *(SMALL if verb == "distill" else []),
         *(["--overwrite"] if verb not in ("estimate", "bench", "recipes") else []),
     ]
-    refused(run(*command, *more), "read here", read)
+    refused(run(*command, *more), "an input", read)
 
 
 @pytest.mark.parametrize("place", ["loop", "base/config.json/out", "/proc/nothing/out", "x" * 300])

@@ -45,6 +45,7 @@ NOT_RUN = {
     "lm_eval": "tests/retrofit/evaluation/test_harness.py runs this very command",
     "hf": "asks for a token",
     "--dry-run": "half a minute; tests/test_recipes.py does it with every recipe",
+    "serve": "becomes an engine that goes on for ever; tests/serving runs it",
     "bench": "starts processes of its own; tests/retrofit/test_bench.py runs it",
 }
 # after the page's own words, so that a tiny model on one core has done soon: the last value of a flag counts
@@ -175,6 +176,14 @@ def test_a_script_of_ones_own(make_base: Callable[..., PreTrainedModel], tmp_pat
     exec(code, {"model": model, "rows": PackedRows(torch.randint(3, 101, (16 * 40,)), 40)})
 
 
+def test_chosen_rows_are_calibrated(make_base: Callable[..., PreTrainedModel]) -> None:
+    (code,) = blocks("docs/memories/expected.md", "python")
+    assert "window=2048, sinks=4, rows=1024" in code
+    names: dict[str, Any] = {"retrofit": retrofit, "base": make_base("Llama"), "ids": torch.randint(3, 101, (2, 40))}
+    exec(code.replace("window=2048, sinks=4, rows=1024", "window=8, sinks=2, rows=6"), names)
+    assert names["model"](names["ids"]).logits.isfinite().all()
+
+
 def test_lora_beside_a_memory_loads_as_the_page_says(
     tmp_path: Path, make_base: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +223,7 @@ def test_the_records_of_the_data_page_are_read(tmp_path: Path, byte_tokenizer: P
 def test_no_block_is_left_out() -> None:
     """A new block of Python, YAML or JSON has to be run somewhere: here, or by the test of its page."""
     here = {("README.md", "python"), ("docs/distillation.md", "python"), ("docs/distillation.md", "yaml")}
-    here |= {("docs/data.md", "yaml"), ("docs/data.md", "json")}
+    here |= {("docs/data.md", "yaml"), ("docs/data.md", "json"), ("docs/memories/expected.md", "python")}
     for page in NAMED:
         for language in ("python", "yaml", "json"):
             if blocks(page, language):

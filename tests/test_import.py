@@ -21,6 +21,12 @@ def python(code: str, folder: Path, *, first: Path = ROOT) -> subprocess.Complet
     )
 
 
+@pytest.mark.parametrize("module", ["patches.kinds", "patches.cache", "distill.parallel.launch"])
+def test_any_module_of_ours_can_be_the_first(module: str, tmp_path: Path) -> None:
+    done = python(f"import retrofit, {module}; retrofit.patch", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_nothing_heavy_is_imported_before_it_is_used(tmp_path: Path) -> None:
     code = (
         "import retrofit, retrofit.files, retrofit.siblings, sys\n"

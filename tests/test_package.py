@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import typer
 
 from distill.recipe import shipped_recipes
 
@@ -33,9 +34,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = [
-        path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".yaml", ".json")
-    ]
+    kinds = (".py", ".yaml", ".json", ".j2")
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in kinds]
     assert names == {"cli.py"} | {path.relative_to(ROOT).as_posix() for path in sources}
     assert any(name.endswith("licenses/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
 
@@ -46,7 +46,8 @@ def test_the_install_works_without_the_checkout(wheel: Path, tmp_path: Path, byt
     run(*pip, wheel, cwd=tmp_path)
     # -S: without the .pth file of an editable install, the checkout is not on the path
     retrofit = [sys.executable, "-S", target / "bin" / "retrofit"]
-    path = os.pathsep.join([str(target), *sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})])
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(typer.__file__).parents[1])}
+    path = os.pathsep.join([str(target), *sorted(installed)])
 
     listed = run(*retrofit, "recipes", "ls", cwd=tmp_path, PYTHONPATH=path)
     assert [line.split()[0] for line in listed.splitlines()] == list(shipped_recipes())

@@ -11,7 +11,7 @@ from cli import app
 from distill import dry_run
 from distill.recipe import load_recipe, shipped_recipes
 from patches.errors import RetrofitError
-from retrofit import bases
+from retrofit.costs import bases
 
 AHN = [f"qwen2.5-{size}-ahn-{kind}" for size in ("3b", "7b", "14b") for kind in ("mamba2", "dn", "gdn")]
 

@@ -15,7 +15,7 @@ from patches.errors import RetrofitError, nearest
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 KEYS = (("role", "from"), ("content", "value"))
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-IGNORED = -100
+IGNORED = -100  # the label of positions that do not count, in transformers and everywhere else
 
 Message = dict[str, str]
 Span = tuple[int, int]

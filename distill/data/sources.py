@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from patches.errors import RetrofitError, nearest
+from retrofit.hub_errors import first_line
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 # a missing one of these is a missing file; any other dot may be part of an id (user/data-v1.5)
@@ -67,7 +68,7 @@ def reading(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except RetrofitError:
+    except (RetrofitError, ImportError):  # the command line says which package is missing
         raise
     except Exception as error:
         cause: BaseException | None = error
@@ -78,7 +79,7 @@ def reading(what: str) -> Iterator[None]:
                     "HF_DATASETS_CACHE to another folder"
                 ) from error
             cause = cause.__cause__ or cause.__context__
-        raise RetrofitError(f"{what} cannot be read: {_first_line(error)}") from error
+        raise RetrofitError(f"{what} cannot be read: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _named_records(name: str, records: Iterator[Record]) -> Iterator[Record]:
@@ -250,7 +251,3 @@ def _names(columns: Any) -> str:
 def _kind(value: Any) -> str:
     kinds = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string", "bool": "true or false"}
     return kinds.get(type(value).__name__, "a number" if isinstance(value, int | float) else type(value).__name__)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

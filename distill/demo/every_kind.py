@@ -12,7 +12,7 @@ from distill.demo.run import HELD_OUT, LENGTH, SINKS, WINDOW, compare, fit, quie
 from distill.demo.text import documents, generator
 from patches.kinds import KINDS
 from retrofit.files import check_output, write_folder, write_text
-from retrofit.table import print_table, write_rows
+from retrofit.table import markdown, print_table, write_rows
 
 SEEDS = 3
 FIRST = "ahn-gdn"  # whose state sets the window of equal memory
@@ -72,7 +72,7 @@ def run_all(
     print_table(title, rows, {key: COLUMNS[key] for key in PRINTED}, console)
     with write_folder(output, overwrite) as draft:
         write_rows(draft / "rows.json", rows)
-        write_text(draft / "table.md", markdown(rows))
+        write_text(draft / "table.md", markdown(rows, COLUMNS))
     if json_file is not None:
         write_rows(json_file, rows)
     console.print(
@@ -100,11 +100,3 @@ def _summary(parts: Sequence[dict[str, Any]], seeds: list[int]) -> dict[str, Any
         if key in SPREAD:
             row |= {f"{key}_min": min(values), f"{key}_max": max(values)}
     return row
-
-
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table as the README shows it."""
-    head = [header.replace("\n", " ") for header, _ in COLUMNS.values()]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
-    lines += [[format(row[key], form) for key, (_, form) in COLUMNS.items()] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -19,7 +19,7 @@ from distill.demo import reload as reloader
 from distill.demo.reload import complete
 from distill.demo.text import WORDS, recall_distance, tokenizer
 from patches.errors import RetrofitError
-from retrofit.baselines import window_only
+from retrofit.evaluation.baselines import window_only
 from retrofit.table import print_table
 
 LONG_AGO = 2  # times S + W tokens: how far back a question's answer lies at least

@@ -30,9 +30,9 @@ from distill.progress import Bar, progress_bar
 from distill.trainer import DistillTrainer
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
-from retrofit.baselines import equal_memory_window, window_only
 from retrofit.costs.held import row_bytes
-from retrofit.evaluation.scores import evaluate, gap_closed
+from retrofit.evaluation.baselines import equal_memory_window, window_only
+from retrofit.evaluation.scores import evaluate
 from retrofit.export import export_model
 from retrofit.files import check_output, write_folder
 from retrofit.table import print_table, write_rows
@@ -222,14 +222,11 @@ def compare(memories: dict[str, Any], held_out: Tensor, seconds: dict[str, float
     }
     scores = evaluate(models, held_out, start=start)
     far = recall_distance(held_out)[:, start + 1 :] > start
-    gap = scores["window-only"].mean_kl
     return [
         {
             "name": name,
             "far_recall": score.correct[far].double().mean().item(),
-            "kl": score.mean_kl,
-            "kl_gap_closed": gap_closed(score.mean_kl, gap),
-            "nll": score.mean_nll,
+            **score.figures(scores["window-only"]),
             "state_bytes": state_bytes[name],
             "seconds": seconds.get(name, 0.0),
         }

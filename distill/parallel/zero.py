@@ -15,8 +15,8 @@ from torch import nn
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError, nearest
 from patches.kinds import build_memory
-from retrofit import baselines
 from retrofit.adapter import load_adapter
+from retrofit.evaluation import baselines
 from retrofit.siblings import HERE
 
 OLDEST = "0.19.8"  # before it ZeRO-3 fails on frozen weights under gradient checkpointing (DeepSpeed pull request 8148)
@@ -175,7 +175,7 @@ def whole(base: str, adapter: Path, dtype: str) -> Any:
 
 
 def window_only(model: Any, window: int | None = None) -> Any:
-    """As :func:`retrofit.baselines.window_only`, of a model that may be partitioned.
+    """As :func:`retrofit.evaluation.baselines.window_only`, of a model that may be partitioned.
 
     ZeRO-3 gathers a weight when the module that holds it runs, so there the modules themselves are shared: all but the
     attention of each layer and what is around it.

@@ -11,13 +11,13 @@ import torch
 
 import retrofit
 from patches.errors import RetrofitError
-from retrofit.baselines import window_only
 from retrofit.bench import cases
 from retrofit.bench.machine import peak_bytes
 from retrofit.bench.models import FULL, NONE, RandomModels, decode_step, prompt
 from retrofit.bench.roofline import active_memories, peaks, roofline
 from retrofit.bench.timing import interleaved, mib, ratios, spread
 from retrofit.costs.estimate import Device
+from retrofit.evaluation.baselines import window_only
 from retrofit.evaluation.feeding import prefill
 from retrofit.families import is_retrofit
 from retrofit.loading import load_base

@@ -13,7 +13,7 @@ from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError, one_of
 from patches.kinds import build_memory, find_kind
 from patches.memory import Memory
-from retrofit.bases import base_config
+from retrofit.costs.bases import base_config
 from retrofit.costs.flops import Shape, forward_flops
 from retrofit.costs.held import row_bytes
 from retrofit.patching import skeleton
@@ -100,7 +100,7 @@ def estimate(
     """Rows for full attention, sinks + window, and ``memory`` after ``length`` tokens of ``batch`` sequences.
 
     Args:
-        base: anything :func:`retrofit.bases.base_config` takes.
+        base: anything :func:`retrofit.costs.bases.base_config` takes.
         dtype: of weights and cache; ``"auto"`` is the checkpoint's own.
         device: adds the seconds below which nothing can go on it: operations at its peak, bytes at its bandwidth.
         layers, others, options: as for :func:`retrofit.patch`.

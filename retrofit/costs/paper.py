@@ -19,7 +19,7 @@ import torch
 
 from patches.config import MemoryConfig
 from patches.memory import Memory
-from retrofit.bases import built_in
+from retrofit.costs.bases import built_in
 from retrofit.costs.estimate import layer_memories
 from retrofit.costs.flops import Shape
 from retrofit.patching import skeleton

@@ -10,12 +10,12 @@ import torch
 
 from patches.errors import RetrofitError
 from retrofit.adapter import load_adapter
-from retrofit.baselines import window_only
+from retrofit.evaluation.baselines import equal_memory_window, window_only
 from retrofit.families import is_retrofit
 from retrofit.loading import load_base, load_config, load_tokenizer
 from retrofit.patching import patch
 
-TEACHER, WINDOW_ONLY = "teacher", "window-only"
+TEACHER, WINDOW_ONLY, EQUAL = "teacher", "window-only", "window-only, equal memory"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class Contender:
 
 
 def contenders(memories: dict[str, Any]) -> list[Contender]:
-    """Teacher, window-only at the narrowest window, then the memories.
+    """Teacher, window-only at the narrowest window and at the window that costs as many bytes, then the memories.
+
+    With several memories there is a window for each number of bytes, named after the first memory of so many.
 
     Args:
         memories: ``{name: patched model}`` on one base; at least one.
@@ -47,7 +49,13 @@ def contenders(memories: dict[str, Any]) -> list[Contender]:
     # a model of its own: its memory stays off for as long as the evaluation runs, whatever its caches hold
     teacher = Contender(TEACHER, window_only(narrow), teacher=True)
     named = [Contender(name, model) for name, model in memories.items() if model.config.memory["kind"] != "none"]
-    return [teacher, Contender(WINDOW_ONLY, bare), *named]
+    windows = {equal_memory_window(row.model): row for row in reversed(named)}
+    equal = [
+        Contender(EQUAL if len(windows) == 1 else f"{EQUAL} as {row.name}", window_only(row.model, window))
+        for window, row in reversed(windows.items())
+        if window > row.model.config.memory["window"]
+    ]
+    return [teacher, Contender(WINDOW_ONLY, bare), *equal, *named]
 
 
 def load_contenders(

@@ -1,8 +1,10 @@
 """Long inputs in pieces: a cache filled chunk by chunk, so that a bounded memory stays bounded while it reads."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -56,6 +58,20 @@ def answer(
             step = ids.new_tensor([[token]])
             logits = model(step, past_key_values=cache, use_cache=True).logits[0, -1]
     return tokenizer.decode(said, skip_special_tokens=True)
+
+
+def choose(model: Any, tokenizer: Any, prompt: str, choices: tuple[str, ...], chunk: int = CHUNK) -> str:
+    """The one of ``choices`` that is likeliest after ``prompt``, by log-likelihood per character."""
+    ids = tokenizer(prompt, return_tensors="pt", verbose=False)["input_ids"].to(model.device)
+    logits, cache = prefill(model, ids, chunk)
+    scores = []
+    for choice in choices:
+        whole = tokenizer(prompt + choice, return_tensors="pt", verbose=False)["input_ids"].to(model.device)
+        rest = whole[:, ids.shape[1] :]
+        later = model(rest, past_key_values=copy.deepcopy(cache), use_cache=True).logits[0, :-1]
+        log_probs = torch.cat([logits[None], later]).float().log_softmax(-1)
+        scores.append(log_probs.gather(-1, rest.T).sum().item() / len(choice))
+    return choices[scores.index(max(scores))]
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> set[int]:

@@ -1,6 +1,7 @@
 """Filler text of a wanted length in tokens, with sentences hidden in it at wanted depths."""
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 # RULER's noise (arXiv 2404.06654, section 3): one line, over and over
@@ -61,14 +62,17 @@ def fill(
             parts.insert(round(depth * count), text)
         return wrap(" ".join(parts))
 
-    most = 1
-    while tokens(prompt(most)) <= length:
-        most *= 2
-    least = 0  # prompts grow with the number of sentences: halve the interval
-    while most - least > 1:
-        middle = (least + most) // 2
-        if tokens(prompt(middle)) <= length:
-            least = middle
-        else:
-            most = middle
-    return prompt(least)
+    return longest(prompt, tokens, length)
+
+
+def longest(prompt: Callable[[int], str], tokens: Callable[[str], int], length: int, most: int = 2**24) -> str:
+    """The longest of ``prompt(0)``, ... ``prompt(most)`` of at most ``length`` tokens; the first if all have more.
+
+    They must grow with their argument.
+    """
+    high = 1
+    while high <= most and tokens(prompt(high)) <= length:
+        high *= 2
+    numbers = range(high // 2, min(high, most + 1))
+    fits = bisect_right(numbers, length, key=lambda count: tokens(prompt(count)) if count else 0)
+    return prompt(numbers[max(0, fits - 1)])

@@ -158,7 +158,7 @@ def _needle(
         which = "the" if one else "all the"
         question = f"What {verb} {which} special magic {what} for {query} mentioned in the provided text?"
         begun = f"The special magic {what} for {query} mentioned in the provided text {verb}"
-        return _asked(f"{opening}\n{haystack}\n{question}", begun, tokenizer)
+        return asked_for(f"{opening}\n{haystack}\n{question}", begun, tokenizer)
 
     prompt = fill(wrap, sentence, hidden, count, length - ANSWER_TOKENS)
     return prompt, [value for key in asked for value in values[key]], ANSWER_TOKENS
@@ -183,12 +183,12 @@ def _passkey(
     new = 16
 
     def wrap(haystack: str) -> str:
-        return _asked(f"{opening}\n{haystack}\nWhat is the pass key?", "The pass key is", tokenizer)
+        return asked_for(f"{opening}\n{haystack}\nWhat is the pass key?", "The pass key is", tokenizer)
 
     return fill(wrap, noise(), hidden, count, length - new), [key], new
 
 
-def _asked(question: str, begun: str, tokenizer: Any) -> str:
+def asked_for(question: str, begun: str, tokenizer: Any) -> str:
     """The prompt: the question, and the beginning of the answer; inside a chat template if there is a tokenizer."""
     return f"{question} {begun}" if tokenizer is None else chat_prompt(tokenizer, question, begun)
 

@@ -15,18 +15,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from patches.errors import RetrofitError
 from retrofit.chat import check_template
 from retrofit.costs.held import state_bytes
+from retrofit.evaluation import needle, questions, ruler
 from retrofit.evaluation.benchmarks import departures, load_benchmark
 from retrofit.evaluation.contenders import WINDOW_ONLY, Contender, load_contenders, lossless, ready
 from retrofit.evaluation.harness import run_harness
 from retrofit.evaluation.identity import identity
-from retrofit.evaluation.needle import NAMES as NEEDLES
-from retrofit.evaluation.needle import needle_tasks
 from retrofit.evaluation.perplexity import POLICIES, perplexity_by_size, read_sequences, table
 from retrofit.evaluation.recall import recall_means, score_recall
 from retrofit.evaluation.runner import means, run_tasks
 from retrofit.evaluation.samples import Sample, Task
 from retrofit.evaluation.scores import gap_closed
-from retrofit.evaluation.settings import Settings
+from retrofit.evaluation.settings import RULER, Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.evaluation.text import by_distance, score_text
 from retrofit.files import check_file, check_output, write_json
@@ -57,18 +56,19 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
     if settings.data is not None:
         length = settings.seq_len or 4 * budget
         sequences = read_sequences(settings.data, tokenizer, length=length, count=settings.eval_rows)
-    needles = [probe for probe in settings.probes if probe in NEEDLES]
+    probes = settings.asked()
     text = None if settings.haystack is None else _read(settings.haystack)
-    tasks = needle_tasks(
-        needles,
-        tokenizer,
-        lengths,
-        settings.depths,
-        samples=settings.samples,
-        seed=settings.seed,
-        text=text,
-        chat=settings.chat,
+    if RULER in settings.probes and text is None:
+        text = ruler.essays(_say)
+    how: dict[str, Any] = {"seed": settings.seed, "chat": settings.chat}
+    of_needle, of_ruler, of_questions = ([p for p in probes if p in room.NAMES] for room in (needle, ruler, questions))
+    tasks = needle.needle_tasks(
+        of_needle, tokenizer, lengths, settings.depths, samples=settings.samples, text=text, **how
     )
+    per_length = settings.samples * len(settings.depths)
+    tasks += ruler.ruler_tasks(of_ruler, tokenizer, lengths, samples=per_length, say=_say, **how)
+    needles = [task.name for task in tasks]
+    tasks += questions.question_tasks(of_questions, limit=settings.limit, seed=settings.seed, say=_say)
     published = {name: _published(name, settings, tokenizer) for name in settings.benchmarks}
     store = ResultStore(output, asdict(settings), overwrite)
     names = [row.name for row in rows]
@@ -90,12 +90,10 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
                 chunk=settings.chunk,
                 on_sample=_advance(progress, bar),
             )
-        if tasks:
-            total = len(rows) * len(lengths) * len(settings.depths) * settings.samples
-            bars = {task.name: progress.add_task(task.name, total=total) for task in tasks}
-            run_tasks(
-                rows, tokenizer, tasks, store, chunk=settings.chunk, on_answer=lambda name: progress.advance(bars[name])
-            )
+        bars = {task.name: progress.add_task(task.name, total=len(rows) * len(list(task.samples))) for task in tasks}
+        run_tasks(
+            rows, tokenizer, tasks, store, chunk=settings.chunk, on_answer=lambda name: progress.advance(bars[name])
+        )
         for name, asked in published.items():
             bar = progress.add_task(name, total=None)
             run_tasks(rows, tokenizer, asked, store, chunk=settings.chunk, on_answer=_advance(progress, bar))
@@ -130,8 +128,9 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
         "identity": identity(rows, tokenizer, settings.seed) if "identity" in settings.probes else None,
         "text": None if sequences is None else _text(store, rows, sequences.shape[1]),
         "recall": recall_means(store, names) if "recall" in settings.probes else None,
-        "needles": means(store, names, needles) if tasks else None,
-        "needle_grid": means(store, names, needles, by=("length", "depth")) if tasks else None,
+        "needles": means(store, names, needles) if needles else None,
+        "needle_grid": means(store, names, needles, by=("length", "depth")) if needles else None,
+        "answers": means(store, names, of_questions, by=("fits",)) if of_questions else None,
         "benchmarks": {
             name: {
                 "departures": departures(name, rows[1].model.config),
@@ -189,6 +188,10 @@ def _read(path: str) -> str:
         raise RetrofitError(f"{path} is not UTF-8 text (byte {error.start}): convert it first") from None
     except OSError as error:
         raise RetrofitError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _say(line: str) -> None:
+    Console(stderr=True).print(line)
 
 
 def _advance(progress: Progress, bar: TaskID) -> Callable[[object], None]:

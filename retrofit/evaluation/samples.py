@@ -15,8 +15,10 @@ class Sample:
         prompt: the text a model reads, chat template applied if there is one.
         answers: the accepted answers (any, or all of them, as the metric has it).
         max_new_tokens: the answer's length at most.
+        choices: if there are any, nothing is generated: the likeliest of them, per character, is the prediction.
         stop: strings that end an answer, themselves left out.
-        meta: what to group scores by besides the task: ``length`` (tokens asked for), ``depth`` (0 to 1), ``language``.
+        meta: what to group scores by besides the task: ``length`` (tokens asked for), ``depth`` (0 to 1), ``language``;
+            and ``chance``, the score of a blind guess.
     """
 
     task: str
@@ -25,6 +27,7 @@ class Sample:
     answers: tuple[str, ...]
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     meta: dict[str, Any] = field(default_factory=dict)
 
 

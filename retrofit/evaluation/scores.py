@@ -41,6 +41,11 @@ class Scores:
     def mean_kl(self) -> float:
         return self.kl[self.scored].mean(dtype=torch.float64).item()
 
+    def figures(self, window_only: "Scores") -> dict[str, float]:
+        """Means for a table: ``kl``, ``kl_gap_closed`` beside the scores of the window-only model, ``nll``."""
+        share = gap_closed(self.mean_kl, window_only.mean_kl)
+        return {"kl": self.mean_kl, "kl_gap_closed": share, "nll": self.mean_nll}
+
 
 def gap_closed(kl: float, window_only: float) -> float:
     """Share of the KL between window-only model and teacher that ``kl`` has closed: 1 is the teacher, 0 window-only."""
@@ -90,7 +95,7 @@ def evaluate(
     first = next(iter(models.values()))
     device = first.get_output_embeddings().weight.device
     rows: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in (["teacher"] if teacher else []) + list(models)}
-    with torch.no_grad(), _evaluating(list(models.values())):
+    with torch.no_grad(), evaluating(*models.values()):
         for at in range(0, len(sequences), batch_size):
             where = scored[at : at + batch_size]
             last = int(where.any(0).nonzero().max()) if where.any() else 0
@@ -164,7 +169,7 @@ def _spread(values: Tensor, scored: Tensor) -> Tensor:
 
 
 @contextmanager
-def _evaluating(models: list[Any]) -> Iterator[None]:
+def evaluating(*models: Any) -> Iterator[None]:
     """Every model in eval mode inside the block, as it was after it."""
     were_training = [model.training for model in models]
     for model in models:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from patches.errors import RetrofitError, one_of
 from retrofit.settings import setting, settings
 
+RULER = "ruler"  # all of its tasks
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -26,7 +27,8 @@ class Settings:
     eval_rows: int = setting(16, "Rows of the text.", least=1, flag="--rows")
     probes: tuple[str, ...] = setting(
         ("identity", "recall", "passkey"),
-        "Probe: identity, recall, passkey or niah_...; repeat for more. With --data and no --probe, there is none.",
+        "Probe: identity, recall, passkey, niah_..., ruler, gsm8k, squad, mmlu, arc_easy, arc_challenge or hellaswag; "
+        "repeat for more. With --data and no --probe, there is none.",
         flag="--probe",
     )
     lengths: tuple[int, ...] = setting(
@@ -51,7 +53,9 @@ class Settings:
     task_lengths: tuple[int, ...] = setting(
         (), "Tokens of the harness's RULER tasks; repeat for more.", flag="--task-length", least=1
     )
-    limit: int | None = setting(None, "Samples of each task of a benchmark or of the harness (default: all).", least=1)
+    limit: int | None = setting(
+        None, "Samples of each task (default: 100 of gsm8k, mmlu and the like, all of a benchmark's).", least=1
+    )
     sizes: tuple[int, ...] = setting(
         (),
         "Size of the state in tokens: perplexity of the training-free policies on the text; repeat for more.",
@@ -61,14 +65,22 @@ class Settings:
     seed: int = setting(0, "Seed of the probes.", least=0, most=2**32 - 1)
     chunk: int = setting(2048, "Tokens per forward pass.", least=1)
 
+    def asked(self) -> list[str]:
+        """The probes, ``"ruler"`` written out."""
+        from retrofit.evaluation import needle, ruler
+
+        of_ruler = [*needle.VARIANTS, *ruler.NAMES]
+        named = (one for probe in self.probes for one in (of_ruler if probe == RULER else [probe]))
+        return list(dict.fromkeys(named))
+
     def __post_init__(self) -> None:
-        from retrofit.evaluation.benchmarks import find_benchmark  # both wait for torch
-        from retrofit.evaluation.needle import NAMES
+        from retrofit.evaluation import needle, questions, ruler  # these wait for torch
+        from retrofit.evaluation.benchmarks import find_benchmark
 
         for name, key in KEYS.items():
             object.__setattr__(self, name, key.check(getattr(self, name)))
         for probe in self.probes:
-            one_of("probe", probe, "identity", "recall", *NAMES)
+            one_of("probe", probe, "identity", "recall", *needle.NAMES, *ruler.NAMES, RULER, *questions.NAMES)
         if self.sizes and self.data is None:
             raise RetrofitError("perplexity by size of state needs a text: give --data")
         for name in self.benchmarks:

@@ -5,7 +5,6 @@ write gates, the memory's state. The equations are the memory's own: sequences t
 left-padded batch, all others one by one, on a cache layer whose tensors lie in the page. Knows no engine.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from patches.cache import MemoryCacheLayer
 from patches.errors import RetrofitError
 from patches.linear import wide
-from patches.memory import Joined, Memory
+from patches.memory import Joined, Kept, Memory
 from patches.on_window import WindowOnly
 from patches.padding import Starts
 from patches.rotary import Rotary
@@ -92,14 +91,6 @@ class Batch:
             self.rest.append((share, Pass(share.seen, share.count, Starts(), leaves, rotary, device, device)))
         self.fresh = torch.tensor([share.page for share in rest if not share.seen], dtype=torch.long, device=device)
         self.tokens = sum(share.count for share in shares)
-
-
-@dataclass(frozen=True)
-class Field:
-    """One tensor of a page, for a single sequence."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass
@@ -231,9 +222,9 @@ class PagedMemory:
         if "gates" in pages:
             layer.gates = pages["gates"][here, : memory.window if layer.evicting else rows]
         if layer.evicting:
-            for name, shape in memory.state_shapes(share.seen).items():
+            for name, kept in memory.state_tensors(pages["keys"].dtype, share.seen).items():
                 # rows of a memory that founds them one after the other come in front
-                layer.state[name] = pages[STATE + name][here][_corner((1, *shape))]
+                layer.state[name] = pages[STATE + name][here][_corner((1, *kept.shape))]
         layer.seen, layer.is_initialized = share.seen, True
         layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
         return layer
@@ -257,7 +248,7 @@ class _Decoding(MemoryCacheLayer):
         super().__init__(memory.kind, memory.window, memory.sinks)
         self.pages, self.group = pages, group
         self.seen, self.evicting, self.is_initialized = group.most, True, True
-        self.state = {name: pages[STATE + name][group.pages] for name in memory.state_shapes()}
+        self.state = {name: pages[STATE + name][group.pages] for name in memory.state_tensors(torch.float32)}
 
     def push(self, k: Tensor, v: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         page, place = self.group.pages, self.group.seen % self.window
@@ -278,17 +269,17 @@ def can_batch(memory: Memory) -> bool:
     return isinstance(memory, WindowOnly)
 
 
-def page_fields(memory: Memory, dtype: torch.dtype) -> dict[str, Field]:
+def page_fields(memory: Memory, dtype: torch.dtype) -> dict[str, Kept]:
     """What a page holds of one sequence.
 
     Raises:
         RetrofitError: the memory has no bound, or keeps tokens of its own choice, for which there is no place.
     """
     try:
-        shapes = memory.state_shapes()
+        state = memory.state_tensors(dtype)
     except NotImplementedError:
-        shapes = None
-    if shapes is None or memory.state_grows:
+        state = None
+    if state is None or memory.state_grows:
         why = "grows with the text" if memory.state_grows else "keeps tokens of its own choice"
         raise RetrofitError(
             f"memory {memory.kind!r} {why}, and an engine that batches has pages of fixed size: serve it one request "
@@ -296,20 +287,15 @@ def page_fields(memory: Memory, dtype: torch.dtype) -> dict[str, Field]:
         )
     rows = memory.capacity
     shape = (memory.kv_heads, rows, memory.head_dim)
-    fields = {"keys": Field(shape, dtype), "values": Field(shape, dtype)}
+    fields = {"keys": Kept(shape, dtype), "values": Kept(shape, dtype)}
     first = next(memory.parameters(), None)
     with torch.no_grad():
         gates = memory.write_gates(
             torch.zeros(1, 1, memory.hidden_size, device=first.device if first is not None else None)
         )
     if gates is not None:
-        fields["gates"] = Field((rows, gates.shape[-1]), wide(dtype))
-    return fields | {STATE + name: Field(size, memory.state_dtype(dtype)) for name, size in shapes.items()}
-
-
-def page_bytes(fields: Mapping[str, Field]) -> int:
-    """Bytes of one page."""
-    return sum(math.prod(field.shape) * field.dtype.itemsize for field in fields.values())
+        fields["gates"] = Kept((rows, gates.shape[-1]), wide(dtype))
+    return fields | {STATE + name: kept for name, kept in state.items()}
 
 
 def _corner(shape: Sequence[int]) -> tuple[slice, ...]:

@@ -1,5 +1,6 @@
 """The four families as vLLM runs them: its own classes, with our attention in place of theirs."""
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,8 @@ class Served(Host):
         patched = settings.patched_layers(config.num_hidden_layers)
         layers = vllm_config.compilation_config.static_forward_context
         rotary = LlamaRotaryEmbedding(config)
+        if settings.rotary_dtype is not None:
+            round_frequencies(rotary, self.model.layers, getattr(torch, settings.rotary_dtype))
         for index, layer in enumerate(self.model.layers):
             stock = layer.self_attn
             del layers[stock.attn.layer_name]
@@ -76,6 +79,23 @@ class Served(Host):
         if missing:
             raise RetrofitError(f"this checkpoint lacks {next(iter(missing))}: export it again")
         return loaded
+
+
+def round_frequencies(rotary: Any, layers: Any, dtype: torch.dtype) -> None:
+    """Give a model the rotary tables of a base that was cast as a whole, its frequencies included.
+
+    Args:
+        rotary: transformers' embedding, changed in place.
+        layers: vLLM's, whose own embedding is replaced.
+        dtype: that the base was cast to.
+    """
+    rotary.inv_freq = rotary.inv_freq.to(dtype).to(rotary.inv_freq.dtype)
+    shared = copy.deepcopy(layers[0].self_attn.rotary_emb)  # vLLM keeps one for all models of a process
+    old = shared.cos_sin_cache
+    angles = torch.outer(torch.arange(len(old), device=old.device).float(), rotary.inv_freq.float())
+    shared.cos_sin_cache = (torch.cat([angles.cos(), angles.sin()], -1) * rotary.attention_scaling).to(old)
+    for layer in layers:
+        layer.self_attn.rotary_emb = shared
 
 
 class RetrofitLlamaForCausalLM(Served, LlamaForCausalLM):

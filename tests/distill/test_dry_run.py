@@ -144,7 +144,7 @@ def test_the_command_needs_no_weights(unweighed: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"base": None}, "leaves 'base' open"),
+        ({"base": None}, "has no 'base'"),
         ({"base": "/no/such/folder"}, "there is no folder"),
         ({"memory": "tova"}, "has nothing to fit"),
         ({"memory": "kmv"}, "did you mean 'kvm'"),

@@ -15,7 +15,7 @@ from distill.lora import add_lora, lora_layers, lora_off, merge_lora
 from distill.objective import teacher_states
 from distill.recipe import Recipe
 from patches.errors import RetrofitError
-from retrofit.baselines import window_only
+from retrofit.evaluation.baselines import window_only
 from retrofit.fingerprint import fingerprint
 from tests.helpers import awake, awaken, checksum, close, logits, tokens
 
@@ -105,11 +105,11 @@ def test_a_run_writes_both_adapters(
         ({"target_modules": "(["}, "peft refuses these settings"),
         ({"r": 0}, "peft refuses these settings"),
         ({"target_modules": ["no_proj"]}, "peft refuses these settings"),
-        ({"bias": "all"}, "bias 'all' would change the teacher too: leave it at 'none'"),
+        ({"bias": "all"}, "bias 'all' would change the teacher too: set it to 'none'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' would change the teacher too"),
         ({"modules_to_save": ["norm"]}, "modules_to_save .* would change the teacher too"),
-        ({"target_modules": ["lm_head"]}, "the embedding and the head are the teacher's too"),
-        ({"target_modules": ["embed_tokens"]}, "the embedding and the head are the teacher's too"),
+        ({"target_modules": ["lm_head"]}, "the teacher shares the embedding and the head"),
+        ({"target_modules": ["embed_tokens"]}, "the teacher shares the embedding and the head"),
     ],
 )
 def test_settings_that_do_not_go(

@@ -47,7 +47,7 @@ def test_a_file_and_its_dictionary_give_the_same_recipe(tmp_path: Path) -> None:
         ("max_samples: 0", "max_samples: 0 is out of range"),
         ("max_samples: true", "max_samples: True is not a whole number"),
         ("min_length: -1", "min_length: -1 is out of range"),
-        ("min_length: 512", "min_length: 512 leaves nothing of conversations cut to seq_len 512"),
+        ("min_length: 512", "min_length: 512 would leave out every conversation"),
         ("data_name: 3", "data_name: 3 is not text"),
         ("streaming: 1", "streaming: 1 is not true or false"),
         ("seed: -1", "seed: -1 is out of range"),
@@ -80,7 +80,7 @@ def test_shipped_recipes_are_valid(name: str) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"base": "b"}, {"base": "b", "data": "d"}])
 def test_what_is_left_open_is_asked_for(given: dict[str, Any]) -> None:
-    with pytest.raises(RetrofitError, match=r"leaves '\w+' open"):
+    with pytest.raises(RetrofitError, match=r"the recipe has no '\w+': set it"):
         Recipe(**given).places()
 
 

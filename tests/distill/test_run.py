@@ -24,6 +24,7 @@ from distill.recipe import Recipe
 from distill.resume import last_whole
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS
+from retrofit.convert import published_name
 from tests.retrofit.test_convert import published, write_published
 
 MakeBase = Callable[..., PreTrainedModel]
@@ -159,7 +160,7 @@ def test_resuming_on_another_base_is_refused(recipe: Recipe, make_base: Callable
         for parameter in other.parameters():
             parameter.mul_(1.5)
     other.save_pretrained(str(recipe.base))
-    with pytest.raises(RetrofitError, match="is another one than it was started with"):
+    with pytest.raises(RetrofitError, match="is not the one that it was started with"):
         distill(recipe, resume=True)
 
 
@@ -220,7 +221,7 @@ def test_a_damaged_recipe_of_the_run_is_one_sentence(recipe: Recipe, content: st
 @pytest.mark.parametrize("what", ["base", "data"])
 def test_a_run_does_not_replace_what_it_reads(recipe: Recipe, what: str) -> None:
     read = Path(str(getattr(recipe, what)))
-    with pytest.raises(RetrofitError, match="which is read here"):
+    with pytest.raises(RetrofitError, match="which is an input"):
         distill(changed(recipe, output=str(read if read.is_dir() else read.parent)), overwrite=True)
     assert read.exists()
 
@@ -289,7 +290,7 @@ def test_a_run_goes_on_from_published_ahn_weights(recipe: Recipe, tmp_path: Path
     ours = load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
     assert len(ours) == len(theirs) - 2  # the unused D of each layer
     for name, tensor in ours.items():
-        key = name.removeprefix("base_model.model.").replace(".self_attn.memory.", ".ahn.fn.")
+        key = published_name("ahn-gdn", name.removeprefix("base_model.model."))
         torch.testing.assert_close(tensor, theirs[key].float(), rtol=0, atol=1e-6)
 
 

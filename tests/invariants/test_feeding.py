@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from patches.kinds import KINDS
 from tests.conftest import tiny_base
-from tests.helpers import ON_A_WINDOW, VARIANTS, awake, capacity, close, feed, logits, tokens
+from tests.helpers import VARIANTS, awake, capacity, close, feed, logits, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
 LENGTH = 25
@@ -112,24 +112,20 @@ def test_a_cache_filled_in_inference_mode(one_model: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ON_A_WINDOW)  # what a policy drops may hang on the last bit
-def test_in_half_precision(partner: PreTrainedModel, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_in_half_precision(partner: PreTrainedModel, kind: str, dtype: torch.dtype, mixed: bool) -> None:
+    """The model in ``dtype``, or in float32 under autocast: in one call and in pieces it is what it is in float32."""
     ids = tokens(2, LENGTH)
-    whole = logits(awake(partner, kind, push=0.03), ids)
-    model = awake(partner.to(dtype), kind, push=0.03)
-    pieces, cache = feed(model, ids, SIZES[1])
-    assert pieces.dtype == dtype
-    close(pieces.float(), whole, 8 * torch.finfo(dtype).eps * float(whole.abs().max()))
-    for name, tensor in cache.layers[0].state.items():
-        assert tensor.dtype.itemsize >= 4, f"the state's {name} is kept in {tensor.dtype}"
-
-
-@pytest.mark.parametrize("kind", ON_A_WINDOW)
-def test_mixed_precision(partner: PreTrainedModel, kind: str) -> None:
     model = awake(partner, kind, push=0.03)
-    ids = tokens(2, LENGTH)
     whole = logits(model, ids)
-    with torch.autocast("cpu", torch.bfloat16):
-        pieces, cache = feed(model, ids, SIZES[1])
-    close(pieces.float(), whole, 8 * torch.finfo(torch.bfloat16).eps * float(whole.abs().max()))
-    assert all(tensor.dtype.itemsize >= 4 for tensor in cache.layers[0].state.values())
+    if not mixed:
+        model = awake(partner.to(dtype), kind, push=0.03)
+    tolerance = 8 * torch.finfo(dtype).eps * float(whole.abs().max())
+    for sizes in (None, SIZES[1], SIZES[0]):
+        with torch.autocast("cpu", dtype, enabled=mixed):
+            out, cache = (logits(model, ids), None) if sizes is None else feed(model, ids, sizes)
+        assert out.dtype == dtype
+        close(out.float(), whole, tolerance)
+    for name, tensor in cache.layers[0].state.items():
+        # compressive's rows are keys and values like those in the window
+        assert tensor.dtype.itemsize >= 4 or (kind, name) in (("compressive", "keys"), ("compressive", "values"))

@@ -107,6 +107,10 @@ def test_right_padding_in_training(partner: PreTrainedModel, kind: str) -> None:
     batch = logits(model, ids, mask)
     for row, length in enumerate((TOTAL, 18, 4)):
         close(batch[row, :length], logits(model, ids[row : row + 1, :length])[0])
+    where = positions(mask)
+    given = logits(model, ids, mask, where)  # anything stands behind a row's end
+    for row, length in enumerate((TOTAL, 18, 4)):
+        close(given[row, :length], batch[row, :length])
     loss = model(ids, attention_mask=mask, labels=labels).loss
     assert loss.isfinite()
 

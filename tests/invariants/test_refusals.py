@@ -1,5 +1,6 @@
 """Invariant 6, what does not work: refused in one sentence, before anything wrong is computed."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -74,11 +75,21 @@ def test_a_static_cache(model: Any) -> None:
 )
 def test_packed_sequences(model: Any, positions: list[int]) -> None:
     where = torch.tensor([positions])
-    with pytest.raises(RetrofitError, match="packed"):
-        model(tokens(1, 30), position_ids=where)
-    if positions[-1] < 20:  # with a mask only positions that go back are a second sequence
+    for mask in (None, torch.ones(1, 30)):
         with pytest.raises(RetrofitError, match="packed"):
-            model(tokens(1, 30), position_ids=where, attention_mask=torch.ones(1, 30))
+            model(tokens(1, 30), position_ids=where, attention_mask=mask)
+
+
+def test_positions_that_jump_from_call_to_call(model: Any) -> None:
+    for length in (5, 20):
+        _, cache = feed(model, tokens(1, length), [length])
+        for where in (None, torch.full((1, 1), length)):
+            model(tokens(1, 1), position_ids=where, past_key_values=copy.deepcopy(cache))
+        with pytest.raises(RetrofitError, match="go up by one"):
+            model(tokens(1, 1), position_ids=torch.full((1, 1), length + 1), past_key_values=cache)
+        _, cache = feed(model, tokens(1, length), [length], where=torch.arange(7, 7 + length)[None])
+        with pytest.raises(RetrofitError, match="position_ids of its own"):
+            model(tokens(1, 1), past_key_values=cache)
 
 
 def test_packed_sequences_for_flash_attention(model: Any) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
 
 import retrofit
+from patches.errors import RetrofitError
 from patches.kinds import KINDS
 from tests.conftest import tiny_base
 from tests.helpers import ROOT, VARIANTS, awake, fresh_process, logits, tokens
@@ -207,3 +208,21 @@ def test_training_windows_do_not_leak(make_base: Callable[..., PreTrainedModel],
     assert again.config.memory["window"] == 9
     assert {(m.window, m.sinks) for m in again.model.memories().values()} == {(9, 1)}
     assert torch.equal(logits(again, IDS), logits(model, IDS))
+
+
+def test_saving_as_accelerate_has_every_process_do_it(
+    make_base: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    """``save_pretrained(folder, is_main_process, state_dict)``: only the main one writes, by name or by place."""
+    model = awake(make_base("Qwen2"), "ahn-gdn")
+    model.save_pretrained(tmp_path / "named", is_main_process=False)
+    model.save_pretrained(tmp_path / "placed", False)
+    assert not (tmp_path / "named" / "qwen2.py").exists()
+    assert not (tmp_path / "placed" / "qwen2.py").exists()
+    changed = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "main", True, changed)
+    assert (tmp_path / "main" / "qwen2.py").is_file()
+    saved = load_file(tmp_path / "main" / "model.safetensors")
+    assert torch.equal(saved["model.norm.weight"], model.model.norm.weight + 1)
+    with pytest.raises(RetrofitError, match="save first"):
+        model.save_pretrained(tmp_path / "pushed", True, None, True)

@@ -68,3 +68,16 @@ def test_more_rows_than_the_base_sees_are_refused(make_base):
         retrofit.patch(base, memory="h2o", window=8, sinks=2)
     with pytest.raises(RetrofitError, match=says):
         retrofit.patch(base, memory="h2o", window=4, sinks=2).set_window(8)
+
+
+@torch.no_grad()
+def test_it_projects_once(make_base):
+    """Also while the base's own attention runs and the scores are kept beside it."""
+    model = retrofit.patch(make_base("Llama"), memory="h2o", window=4, sinks=1)
+    seen = []
+    for projection in ("q_proj", "k_proj", "v_proj"):
+        getattr(model.model.layers[0].self_attn, projection).register_forward_hook(lambda *_: seen.append(1))
+    cache = DynamicCache()
+    for size in (3, 1, 2, 1):
+        model(torch.randint(3, 101, (1, size)), past_key_values=cache)
+    assert len(seen) == 3 * 4

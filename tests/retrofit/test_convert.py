@@ -111,8 +111,8 @@ Edit = Callable[[dict[str, Tensor]], Any]
 EDITS: dict[str, tuple[Edit, str]] = {
     "missing": (lambda t: t.pop("model.layers.1.ahn.fn.A_log"), r"lacks model.layers.1.ahn.fn.A_log:"),
     "without D": (lambda t: [t.pop(D), t.pop(D.replace("1", "0"))], r"lacks model.layers.0.ahn.fn.D and 1 more"),
-    "extra": (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"has, .*, model.norm.weight"),
-    "a layer too many": (lambda t: t.update({D.replace("1", "2"): torch.ones(4)}), r"has, .*, model.layers.2.ahn.fn.D"),
+    "extra": (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"also has model.norm.weight"),
+    "a layer too many": (lambda t: t.update({D.replace("1", "2"): torch.ones(4)}), r"also has model.layers.2.ahn.fn.D"),
     "misshapen": (lambda t: t.update({D: torch.ones(5)}), r"shape model.layers.1.ahn.fn.D \(\(5,\), not \(4,\)\)"),
 }
 

@@ -96,7 +96,7 @@ def test_an_output_that_holds_an_input(tmp_path: Path) -> None:
     base = tmp_path / "runs" / "base"
     base.mkdir(parents=True)
     for place in (base, base.parent):
-        with pytest.raises(RetrofitError, match=r"base, which is read here: choose another output folder"):
+        with pytest.raises(RetrofitError, match=r"base, which is an input: choose another output folder"):
             check_output(place, overwrite=True, inputs=[base])
     check_output(base / "out", inputs=[base, "user/hub-id", tmp_path / "not-there"])
     check_output(tmp_path / "runs" / "other", inputs=[base])
@@ -107,7 +107,7 @@ def test_an_output_inside_the_data(tmp_path: Path) -> None:
     data = tmp_path / "corpus"
     data.mkdir()
     for place in (data, data / "out", data / "deep" / "out"):
-        with pytest.raises(RetrofitError, match=r"corpus, which is read here: choose another output folder"):
+        with pytest.raises(RetrofitError, match=r"corpus, which is an input: choose another output folder"):
             check_output(place, overwrite=True, data=[data])
     (data / "text.txt").write_text("one")
     check_output(tmp_path / "out", data=[data, data / "text.txt", "user/hub-id"])
@@ -134,7 +134,7 @@ def test_a_file_that_would_replace_an_input(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(base)
     for place in (base / "config.json", tmp_path / "link" / "config.json"):
         for read in (base, base / "config.json"):
-            with pytest.raises(RetrofitError, match=r"which is read here: choose another file"):
+            with pytest.raises(RetrofitError, match=r"which is an input: choose another file"):
                 check_file(place, inputs=[read])
     with pytest.raises(RetrofitError, match="is a folder"):
         check_file(base)

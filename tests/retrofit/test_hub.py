@@ -88,7 +88,9 @@ def test_branches(hub: HubServer, model: Any, make_base: MakeBase) -> None:
     first = next(oid for oid, files in repo.commits.items() if "adapter_config.json" in files)
     earlier = retrofit.load_adapter(make_base("Qwen2"), "user/first", revision=first)
     assert not torch.equal(logits(earlier, IDS), logits(model, IDS))
-    with pytest.raises(RetrofitError, match="the Hub gave no adapter of that name: it has no such branch"):
+    with pytest.raises(
+        RetrofitError, match="no adapter of that name could be fetched from the Hub: it has no such branch"
+    ):
         retrofit.load_adapter(make_base("Qwen2"), "user/first", revision="v2")
 
 
@@ -140,7 +142,7 @@ def test_who_may_push(
 def test_what_the_hub_says_is_passed_on_without_tokens(hub: HubServer, adapter: Path) -> None:
     hub.fail("/commit/", 400, said=f"you sent {READER} and secret-of-mine")
     hub.users["secret-of-mine"] = "user"
-    with pytest.raises(RetrofitError, match=r"did not take user/first: .*you sent hf_\*\*\* and hf_\*\*\*"):
+    with pytest.raises(RetrofitError, match=r"refused user/first: .*you sent hf_\*\*\* and hf_\*\*\*"):
         retrofit.push_folder(adapter, "user/first", token="secret-of-mine")
 
 
@@ -158,16 +160,18 @@ def test_a_failure_is_tried_again(
 
 def test_it_does_not_try_for_ever(hub: HubServer, adapter: Path, capfd: pytest.CaptureFixture[str]) -> None:
     hub.fail("/commit/", 500, times=10**6)
-    with pytest.raises(RetrofitError, match="did not take user/first: the Hub answered 500: try again later"):
+    with pytest.raises(RetrofitError, match="refused user/first: the Hub answered 500: try again later"):
         retrofit.push_folder(adapter, "user/first")
     assert capfd.readouterr().err.count("trying again") == len(WAITS)
 
 
 def test_nobody_there(hub: HubServer, adapter: Path, make_base: MakeBase) -> None:
     hub.stop()
-    with pytest.raises(RetrofitError, match=r"did not take user/first: the Hub cannot be reached \(\w+\): try again"):
+    with pytest.raises(RetrofitError, match=r"refused user/first: the Hub cannot be reached \(\w+\): try again"):
         retrofit.push_folder(adapter, "user/first")
-    with pytest.raises(RetrofitError, match=r"no adapter of that name: the Hub cannot be reached"):
+    with pytest.raises(
+        RetrofitError, match=r"no adapter of that name could be fetched from the Hub: the Hub cannot be reached"
+    ):
         retrofit.load_adapter(make_base("Qwen2"), "user/first")
 
 
@@ -210,7 +214,7 @@ def test_the_card_is_completed(
     assert "That of the base: my-own." in card.text
     assert card.text.count('"user/first"') == 2, "load_adapter and PeftModel"
     assert "path/or/repo" not in card.text
-    said = f"the base is named by a folder, {tmp_path / 'base'}: say in README.md which model on the Hub it is"
+    said = f"the card names the base by a folder, {tmp_path / 'base'}: write the Hub id of the base into README.md"
     assert said in capfd.readouterr().err
 
 
@@ -218,8 +222,8 @@ def test_the_card_is_completed(
     ("metadata", "says"),
     [
         ("license: mine", r'Invalid metadata in README.md. - "license" must be one of a list'),
-        ("license: [", "README.md: what stands between its --- lines is not YAML"),
-        ("- a list", "between its --- lines must stand keys and plain values"),
+        ("license: [", "README.md: the part between its --- lines is not YAML"),
+        ("- a list", "write only keys and plain values between its --- lines"),
     ],
 )
 def test_a_card_with_faults(hub: HubServer, adapter: Path, metadata: str, says: str) -> None:
@@ -243,7 +247,7 @@ def test_the_licence_of_a_base_on_the_hub(
     assert card.data.to_dict()["base_model_relation"] == "adapter"
     assert ("see the base's card" in card.text) is not known
     said = capfd.readouterr().err
-    assert ("licence of someone/a-model is not known" in said) is not known
+    assert ("licence of someone/a-model could not be found" in said) is not known
     assert "the base is named" not in said
 
 

@@ -173,7 +173,7 @@ def test_a_base_with_something_attached(make_base: MakeBase) -> None:
     peft = pytest.importorskip("peft")
     base = make_base("Qwen2")
     base.add_adapter(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    with pytest.raises(RetrofitError, match=r"q_proj .*LoRA adapter.* first"):
+    with pytest.raises(RetrofitError, match=r"q_proj .*first merge or remove .*LoRA adapter"):
         retrofit.patch(base, "none", W)
 
 

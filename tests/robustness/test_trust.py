@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import retrofit
 from cli import app
+from distill.checkpoint import write_checksums
 from patches.errors import RetrofitError
 from retrofit.loading import load_base, load_config, load_tokenizer
 from tests.helpers import ROOT
@@ -142,9 +143,11 @@ def test_a_checkpoint_with_a_trojan_is_not_gone_on_from(file: str, finished: Pat
     output = Path(shutil.copytree(finished / "run", tmp_path / "run"))
     shutil.rmtree(output / "checkpoint-2")
     torch.save({"a": Trojan(tmp_path / "unpickled")}, output / "checkpoint-1" / file)
+    (output / "checkpoint-1" / "checksums.json").unlink()
+    write_checksums(output / "checkpoint-1")  # whoever plants one can count it too
     again = run("distill", output / "recipe.yaml", "--resume", "-o", output)
     assert again.exit_code == 2, again.output
-    assert "checkpoint-1 holds more than tensors, which is not read" in again.stderr
+    assert "checkpoint-1 holds objects other than tensors" in again.stderr
     assert not (tmp_path / "unpickled").exists()
 
 

@@ -36,13 +36,12 @@ def export(exports: Path, make_base: Callable[..., PreTrainedModel], byte_tokeni
 
 @torch.no_grad()
 def continued(folder: Path, prompts: list[list[int]], new: int) -> list[list[int]]:
-    """The ``new`` likeliest tokens after each prompt, one prompt at a time, as generate finds them."""
+    """The ``new`` likeliest tokens after each prompt, as generate finds them; prompts of one length are one batch."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        whole = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None
-        )
-        found.append(whole[0, len(prompt) :].tolist())
-    return found
+    found: dict[int, list[int]] = {}
+    for length in {len(prompt) for prompt in prompts}:
+        places = [place for place, prompt in enumerate(prompts) if len(prompt) == length]
+        ids = torch.tensor([prompts[place] for place in places])
+        how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False, "eos_token_id": None}
+        found |= zip(places, model.generate(ids, **how)[:, length:].tolist(), strict=True)
+    return [found[place] for place in range(len(prompts))]

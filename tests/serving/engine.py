@@ -5,7 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patches.memory import Kept
 from retrofit.serving.pages import Batch, PagedMemory, Share, can_batch
+
+
+def garbage(pages: int, kept: Kept) -> Tensor:
+    """A tensor of the pool, with what nobody may read."""
+    bad = torch.nan if kept.dtype.is_floating_point else torch.iinfo(kept.dtype).max
+    return torch.full((pages, *kept.shape), bad, dtype=kept.dtype)
 
 
 class Engine:
@@ -16,13 +23,7 @@ class Engine:
         dtype = next(model.parameters()).dtype
         attentions = [layer.self_attn for layer in model.model.layers]
         self.layers = [PagedMemory(attention.memory, dtype, attention.scaling) for attention in attentions]
-        self.pools = [
-            {
-                name: torch.full((pages, *field.shape), torch.nan, dtype=field.dtype)
-                for name, field in layer.fields.items()
-            }
-            for layer in self.layers
-        ]
+        self.pools = [{name: garbage(pages, kept) for name, kept in layer.fields.items()} for layer in self.layers]
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.model.model.rotary_emb(torch.empty(0, dtype=torch.float32), positions)

@@ -26,6 +26,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("infini", {"population": "all", "write": "delta"}),
     ("kvm", {"rows": 5, "chunk": 4}),
     ("kvm", {"rows": 5, "chunk": 2, "positions": "edge"}),
+    ("expected", {"rows": 5}),
+    ("expected", {"rows": 5, "bits": 4}),
     ("compressive", {"rows": 3, "ratio": 3}),
     ("compressive", {"rows": 3, "ratio": 1, "pool": "max"}),
 ]

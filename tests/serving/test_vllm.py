@@ -21,6 +21,9 @@ os.environ |= {  # read when vLLM is imported
 }
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
+import torch  # noqa: E402
+
+from tests.helpers import awake  # noqa: E402
 from tests.serving.conftest import Export, continued  # noqa: E402
 
 FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")
@@ -34,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "infini": {},
     "kvm": {"rows": 5, "chunk": 4},
     "compressive": {"rows": 3, "ratio": 3},
+    "expected": {"rows": 5, "bits": 8},
 }
 NEW = 24
 LENGTHS = (1, 5, 9, 10, 11, 12, 18, 19, 30, 47, 64, 65, 100, 128, 150, 200)  # W + S is 10
@@ -157,6 +161,14 @@ def test_layers_without_the_memory_keep_a_window(export: Export, serve: Any) -> 
     folder = export("Qwen2", "ahn-gdn", layers=[1], others="window")
     served = serve(folder, max_num_batched_tokens=48)
     assert served.tokens(prompts(), likeliest()) == continued(folder, prompts(), NEW)
+
+
+def test_a_base_that_was_cast_as_a_whole(exports: Path, byte_tokenizer: Any, make_base: Any, serve: Any) -> None:
+    folder = exports / "cast"
+    base = make_base("Llama", vocab_size=len(byte_tokenizer)).to(torch.bfloat16)  # its rotary frequencies, too
+    awake(base, "joint").save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    assert serve(folder).tokens(prompts(), likeliest()) == continued(folder, prompts(), NEW)
 
 
 @pytest.mark.parametrize(

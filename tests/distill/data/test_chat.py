@@ -96,21 +96,21 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters(
 
 def test_a_template_that_refuses_is_quoted_with_the_place(chat_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = with_template(chat_tokenizer, "{{ raise_exception('no system please') }}")
-    with pytest.raises(RetrofitError, match=r"here: the chat template does not take .* \(no system please\)"):
+    with pytest.raises(RetrofitError, match=r"here: the chat template refuses this conversation \(no system please\)"):
         answers(tokenizer, CHAT)
 
 
 USER, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 BAD = {
-    "no list": ("hello", "here: a conversation is a list of messages"),
-    "null": (None, "here: a conversation is a list of messages"),
+    "no list": ("hello", "here: a conversation must be a list"),
+    "null": (None, "here: a conversation must be a list"),
     "empty": ([], "here: a conversation must be a list of at least one message"),
-    "no object": ([USER, "b"], "here, message 2 is no object"),
+    "no object": ([USER, "b"], "here, message 2 is not an object"),
     "wrong role": (
         [USER, {"role": "asistant", "content": "b"}],
-        r"here, message 2: 'asistant' is none .*'assistant'\?",
+        r"here, message 2: 'asistant' is not one .*'assistant'\?",
     ),
-    "tool": ([USER, {"role": "tool", "content": "b"}], "here, message 2: 'tool' is none of the roles"),
+    "tool": ([USER, {"role": "tool", "content": "b"}], "here, message 2: 'tool' is not one of the roles"),
     "role no string": ([{"role": ["user"], "content": "b"}], "here, message 1: 'role' is a list, not a string"),
     "no role": ([{"content": "b"}], "here, message 1 has neither 'role' nor 'from'"),
     "no content": ([{"role": "user", "content": None}], "here, message 1 has neither 'content' nor 'value'"),

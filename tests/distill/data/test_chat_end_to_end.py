@@ -83,7 +83,7 @@ def test_the_command_distils_on_conversations(chat_checkpoint: Path, chats: Path
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"error: {chats}, line 1, message 2: 'gtp' is none of the roles")
+    assert last.startswith(f"error: {chats}, line 1, message 2: 'gtp' is not one of the roles")
     assert "Traceback" not in done.stderr
 
 

@@ -122,7 +122,7 @@ def test_a_local_folder_has_splits(tmp_path: Path) -> None:
         (as_jsonl, {"split": "test"}, "data_split: .* is a file and has no splits"),
         (as_jsonl, {"name": "en"}, "data_name: .* is a file and has none"),
         (as_parquet, {"revision": "main"}, "data_revision: .* is a file and has none"),
-        (as_saved, {"revision": "main"}, "data_revision: .* is a folder here and has none"),
+        (as_saved, {"revision": "main"}, "data_revision: .* is a local folder and has none"),
         (as_saved, {"name": "en"}, "data_name: .* was saved by datasets and has none"),
         (as_saved, {"split": "test"}, "data_split: .* was saved without splits"),
     ],
@@ -191,7 +191,7 @@ def test_what_stands_beside_a_conversation_is_said_not_to_be_read(
     row = {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     assert find_column(open_source(str(tmp_path / "a.jsonl")), "auto") == "conversations"
-    assert "'system' beside the conversations is not read" in capsys.readouterr().err
+    assert "also has 'system', which is not read" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_opened_or_read_is_one_sentence(

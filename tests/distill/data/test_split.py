@@ -147,7 +147,7 @@ def test_the_collator_pads_on_the_right_to_a_multiple_of_eight(
 def test_the_format_is_seen_by_the_columns_or_said(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
     both = write_lines(tmp_path / "both.jsonl", [{"text": "w" * 20, "conversations": TURNS}] * 4)
     options: dict[str, Any] = {"seq_len": 20, "holdout": 0.5}
-    with pytest.raises(RetrofitError, match="has both 'text' and 'conversations': choose with data_format"):
+    with pytest.raises(RetrofitError, match="has both 'text' and 'conversations': set data_format"):
         load_rows(both, chat_tokenizer, **options)
     assert isinstance(load_rows(both, chat_tokenizer, data_format="text", **options).train, PackedRows)
     assert isinstance(load_rows(both, chat_tokenizer, data_format="chat", **options).train, ChatRows)

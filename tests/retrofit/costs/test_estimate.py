@@ -12,8 +12,8 @@ import retrofit
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError
 from patches.kinds import KINDS
-from retrofit import bases
-from retrofit.bases import base_config, built_in
+from retrofit.costs import bases
+from retrofit.costs.bases import base_config, built_in
 from retrofit.costs.estimate import Device, cache_parts, estimate, layer_memories
 from retrofit.costs.flops import Shape, forward_flops
 from retrofit.costs.paper import paper_rows

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patches.errors import RetrofitError
-from retrofit.baselines import window_only
+from retrofit.evaluation.baselines import window_only
 from retrofit.evaluation.harness import _wants_chat, run_harness
 from retrofit.export import export_model
 from tests.conftest import tiny_base

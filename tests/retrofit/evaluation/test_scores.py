@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 import retrofit
 from patches.errors import RetrofitError
-from retrofit.baselines import equal_memory_window, window_only
 from retrofit.costs.held import row_bytes
+from retrofit.evaluation.baselines import equal_memory_window, window_only
 from retrofit.evaluation.scores import evaluate, gap_closed
 
 W, S = 6, 2

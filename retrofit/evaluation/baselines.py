@@ -4,9 +4,8 @@ import math
 from typing import Any
 
 from patches.config import MemoryConfig
-
-from .costs.held import row_bytes, state_bytes
-from .patching import patch
+from retrofit.costs.held import row_bytes, state_bytes
+from retrofit.patching import patch
 
 
 def window_only(model: Any, window: int | None = None) -> Any:

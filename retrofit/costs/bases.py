@@ -6,8 +6,7 @@ from typing import Any
 from transformers import Qwen2Config
 
 from patches.errors import RetrofitError, nearest
-
-from .loading import load_config
+from retrofit.loading import load_config
 
 # hidden, layers, query heads, key/value heads, feed-forward, vocabulary, tied: the config.json of each on the Hub
 _QWEN25 = {
@@ -28,7 +27,9 @@ def built_in(name: str) -> Any:
     known = {key.lower(): shape for key, shape in BUILT_IN.items()}
     key = name.lower().removeprefix("qwen/")
     if key not in known:
-        raise RetrofitError(f"no shape is known for {name!r}{nearest(name, BUILT_IN)}: known are {', '.join(BUILT_IN)}")
+        raise RetrofitError(
+            f"the shape of {name!r} is not built in{nearest(name, BUILT_IN)}: built in are {', '.join(BUILT_IN)}"
+        )
     hidden, layers, heads, kv_heads, ffn, vocabulary, tied = known[key]
     return Qwen2Config(
         hidden_size=hidden,

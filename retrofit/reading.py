@@ -1,0 +1,87 @@
+"""Reading what others wrote: JSON and tensors, checked before anything is made of them."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from patches.errors import RetrofitError
+
+from .hub_errors import first_line
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        RetrofitError: it cannot be read.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise RetrofitError(f"{file} cannot be read: {first_line(error)}") from None
+
+
+def read_tensors(
+    file: str | Path, expected: Mapping[str, Sequence[int]], rename: Callable[[str], str] = str
+) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, which must be those expected and no others.
+
+    Args:
+        expected: shapes by name.
+        rename: the name that a tensor of the file is known by.
+
+    Raises:
+        RetrofitError: the file is missing or damaged, its names or shapes are others, or a value is not finite.
+    """
+    try:
+        with safe_open(str(file), framework="pt") as saved:
+            names = {rename(name): name for name in saved.keys()}  # noqa: SIM118 (not a mapping)
+            check_shapes(str(file), {name: saved.get_slice(key).get_shape() for name, key in names.items()}, expected)
+            tensors = {name: saved.get_tensor(key) for name, key in names.items()}
+    except (SafetensorError, OSError) as error:
+        raise RetrofitError(f"{file} is missing, damaged or cut short: {first_line(error)}") from None
+    refuse_nan(str(file), tensors.items())
+    return tensors
+
+
+def check_shapes(where: str, found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> None:
+    """Refuse tensors whose names and shapes are not exactly those expected.
+
+    Raises:
+        RetrofitError: they are not; ``where`` says whose they are.
+    """
+    for problem, names in (
+        ("lacks", sorted(expected.keys() - found.keys())),
+        ("also has", sorted(found.keys() - expected.keys())),
+        ("has in another shape", [name for name in found if tuple(found[name]) != tuple(expected.get(name, ()))]),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            shapes = f" ({tuple(found[names[0]])}, not {tuple(expected[names[0]])})" if "shape" in problem else ""
+            raise RetrofitError(f"{where} {problem} {names[0]}{shapes}{more}: these weights are not for this memory")
+
+
+def refuse_nan(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights of which one is NaN or infinite: whatever a model computes with it is, too.
+
+    Args:
+        where: begins the sentence.
+        weights: names and tensors; those without storage of their own here (meta) or in 8 bits are passed over.
+
+    Raises:
+        RetrofitError: a value is not finite.
+    """
+    for name, tensor in weights:
+        if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.itemsize < 2:
+            continue
+        least, most = torch.aminmax(tensor.detach())  # both NaN if one value is; no copy is made, as isfinite would
+        if not math.isfinite(least) or not math.isfinite(most):
+            raise RetrofitError(
+                f"{where}: {name} holds NaN or infinite values: the weights are damaged, fetch them again"
+            )

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .linear import HeadLinear, ReadNorm, WideLinear, unit
+from .kernels import gated_delta_rule, linear_attention
+from .linear import HeadLinear, ReadNorm, WideLinear
 from .on_window import MatrixMemory
-from .scan import gated_delta_rule, linear_attention
 
 
 class DeltaNet(MatrixMemory):
@@ -48,17 +48,12 @@ class DeltaNet(MatrixMemory):
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        gates = gates.transpose(1, 2)  # (B, G, m)
-        beta, log_decay = gates[:, : self.heads], gates[:, self.heads :]
-        groups = self.heads // self.kv_heads
-        q, k, v = (h.to(gates.dtype) for h in (q, k, v))
-        k, v = unit(k).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        read, state = gated_delta_rule(
-            unit(q), k, v, beta, log_decay if log_decay.shape[1] else None, state, scale=self.head_dim**-0.5
-        )
-        read = self.read_norm(read.transpose(1, 2))  # (B, m, H, D)
+        beta, log_decay = gates[..., : self.heads], gates[..., self.heads :]
+        q, k, v = (h.transpose(1, 2) for h in (q, k, v))
+        decay = log_decay if log_decay.shape[-1] else None
+        read, state = gated_delta_rule(q, k, v, beta, decay, state, scale=self.head_dim**-0.5, normalise=True)
         gate = F.silu(self.g_proj(x)).unsqueeze(-1)
-        return self.read_proj(read * gate), state
+        return self.read_proj(self.read_norm(read) * gate), state
 
 
 class GatedDeltaNet(DeltaNet):
@@ -121,12 +116,9 @@ class Mamba2(MatrixMemory):
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        step = gates.transpose(1, 2)  # (B, H, m)
-        groups = self.heads // self.kv_heads
-        q, k, v = (h.to(gates.dtype) for h in (q, k, v))
-        k, v = F.normalize(k, dim=-1).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        log_decay = -step * self.A_log.to(step.dtype).exp()[:, None]
-        read, state = linear_attention(F.normalize(q, dim=-1), k, v * step.unsqueeze(-1), log_decay, state)
-        gate = F.silu(self.g_proj(x)).unsqueeze(-1)
-        read = read.transpose(1, 2) * gate  # (B, m, H, D)
+        q, k, v = (h.to(gates.dtype).transpose(1, 2) for h in (q, k, v))
+        v = v.repeat_interleave(self.heads // self.kv_heads, 2) * gates.unsqueeze(-1)
+        log_decay = -gates * self.A_log.to(gates.dtype).exp()
+        read, state = linear_attention(q, k, v, log_decay, state, scale=1.0, normalise=True)
+        read = read * F.silu(self.g_proj(x)).unsqueeze(-1)  # (B, m, H, D)
         return self.read_proj(self.read_norm(read.flatten(2)).view_as(read)), state

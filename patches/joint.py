@@ -16,12 +16,12 @@ from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
-from .linear import HeadLinear, WideLinear, unit, wide
+from .kernels import gated_delta_rule, linear_attention
+from .linear import HeadLinear, WideLinear, wide
 from .memory import Joined, Kept
 from .on_window import WindowOnly, behind
 from .options import Options
 from .rotary import unrotate
-from .scan import gated_delta_rule, linear_attention
 from .step import Evicted, Step
 
 MASS_EPS = 1e-3  # beside the mass when the linear branch is read
@@ -78,8 +78,7 @@ class Branch(nn.Module):
         return q @ self.q_map.to(q.dtype), torch.einsum("bkmd,kgdf->bkgmf", k, k_map).flatten(1, 2)
 
     def value(self, read: Tensor) -> Tensor:
-        """``read`` (B, H, m, D) as a candidate output ``(B, m, H, D)``: ``(I + W) read``."""
-        read = read.transpose(1, 2)
+        """``read`` (B, m, H, D) as a candidate output: ``(I + W) read``."""
         return read + self.read_proj(read)
 
 
@@ -94,18 +93,18 @@ class LinearBranch(Branch):
         Args:
             q: queries without positions ``(B, H, m, D)``.
             k: written keys, likewise ``(B, H_kv, m, D)``.
-            v: written values and a one ``(B, H, m, D + 1)``.
-            gates: writing strength and log decay ``(B, 2, H, m)``.
+            v: written values and a one ``(B, m, H, D + 1)``.
+            gates: writing strength and log decay ``(2, B, m, H)``.
             state: the state before ``(B, H, F, D + 1)``, or None.
 
         Returns:
             What is read ``(B, m, H, D)``, the log of its mass ``(B, m, H)``, the new state ``(B, H, F, D + 1)``.
         """
-        q, k = (x.softmax(-1) for x in self.mapped(q, k))
-        beta, log_decay = gates.unbind(1)
-        read, state = linear_attention(q, k * beta.unsqueeze(-1), v, log_decay, state)
+        q, k = (x.softmax(-1).transpose(1, 2) for x in self.mapped(q, k))
+        beta, log_decay = gates.unbind()
+        read, state = linear_attention(q, k * beta.unsqueeze(-1), v, log_decay, state, scale=1.0)
         mass = read[..., -1:]
-        log_mass = mass.clamp_min(NO_MASS).log().squeeze(-1).transpose(1, 2)
+        log_mass = mass.clamp_min(NO_MASS).log().squeeze(-1)
         return self.value(read[..., :-1] / (mass + MASS_EPS)), log_mass, state
 
 
@@ -116,10 +115,10 @@ class DeltaBranch(Branch):
         self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`LinearBranch.forward`, with the familiarity ``(B, m, H)`` in place of the log mass."""
-        q, k = (unit(x) for x in self.mapped(q, k))
-        beta, log_decay = gates.unbind(1)
-        read, state = gated_delta_rule(q, k, v, beta, log_decay, state)
-        return self.value(read[..., :-1]), read[..., -1].transpose(1, 2), state
+        q, k = (x.transpose(1, 2) for x in self.mapped(q, k))
+        beta, log_decay = gates.unbind()
+        read, state = gated_delta_rule(q, k, v, beta, log_decay, state, scale=1.0, normalise=True)
+        return self.value(read[..., :-1]), read[..., -1], state
 
 
 class JointMemory(WindowOnly):
@@ -179,7 +178,7 @@ class JointMemory(WindowOnly):
         # without positions: features of rotated keys would depend on where a text begins, not on distances alone
         q = unrotate(q, *now.turn_of_slots(now.seen + first, gone.count))
         k = unrotate(k, *now.turn_of_slots(gone.start, gone.count))
-        gates = gates.unflatten(-1, (-1, 2, self.heads)).permute(2, 0, 3, 4, 1)  # (branches, B, 2, H, m)
+        gates = gates.unflatten(-1, (-1, 2, self.heads)).permute(2, 3, 0, 1, 4)  # (branches, 2, B, m, H)
         logits, far = self._read(step, step.x[:, first:], q, k, v, gates)
         lse = self.window_weight.to(gates.dtype) * step.lse[:, first:].to(gates.dtype)
         share = torch.stack([lse, *logits]).softmax(0)[1:]  # (branches, B, m, H)
@@ -195,7 +194,7 @@ class JointMemory(WindowOnly):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Write and read each branch: its logit ``(B, m, H)`` beside the window's, its output ``(B, m, H, D)``."""
         state = {} if step.layer is None else step.layer.state
-        v = pad(v, (0, 1), value=1.0).repeat_interleave(self.heads // self.kv_heads, 1)  # (B, H, m, D + 1)
+        v = pad(v, (0, 1), value=1.0).repeat_interleave(self.heads // self.kv_heads, 1).transpose(1, 2)
         far, log_mass, state["linear"] = self.linear(q, k, v, gates[0], state.get("linear"))
         logits, outputs = [log_mass + self.linear.logit(x)], [far]
         if self.delta is not None:

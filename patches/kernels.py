@@ -19,11 +19,10 @@ from transformers.utils import logging
 
 from .errors import RetrofitError, nearest
 from .fla_ops import load_gated_delta_rule, load_linear_attention
+from .linear import unit
 from .scan import gated_delta_rule as scan_delta
 from .scan import linear_attention as scan_linear
-from .scan import unit
 from .window import decode_attention as blocked_decode
-from .window import decode_attention_lse as blocked_decode_lse
 from .window import window_attention as blocked_window
 from .window import window_attention_lse as blocked_window_lse
 from .window_flash import fits, flash_decode, flash_window, needs_flash
@@ -206,7 +205,7 @@ def _flex_window(q: Tensor, *rows: Tensor, lse: bool, max_pad: int, dropout: flo
 
 def _flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, lse: bool) -> Any:
     if dropout or not lse or not fits(q.shape[-1], False):
-        return _torch_decode(q, k, v, scale=scale, dropout=dropout, lse=lse)
+        return blocked_decode(q, k, v, scale=scale, dropout=dropout, lse=lse)
     return flash_decode(q, k, v, scale=scale)
 
 
@@ -215,11 +214,6 @@ def _torch_window(
 ) -> tuple[Tensor, Tensor | None]:
     rows = [x.transpose(1, 2) for x in (q, k, v, sink_k, sink_v)]
     return blocked_window_lse(*rows, **how) if lse else (blocked_window(*rows, **how), None)
-
-
-def _torch_decode(q: Tensor, k: Tensor, v: Tensor, *, lse: bool, **how: Any) -> tuple[Tensor, Tensor | None]:
-    rows = [x.transpose(1, 2) for x in (q, k, v)]
-    return blocked_decode_lse(*rows, **how) if lse else (blocked_decode(*rows, **how), None)
 
 
 # ---- the table ----
@@ -256,7 +250,7 @@ TABLE: list[Kernel] = [
     Kernel("gated_delta_rule", "torch", lambda device, gradient: _torch_delta),
     Kernel("linear_attention", "torch", lambda device, gradient: _torch_linear),
     Kernel("window_attention", "torch", lambda device, gradient: _torch_window),
-    Kernel("decode_attention", "torch", lambda device, gradient: _torch_decode),
+    Kernel("decode_attention", "torch", lambda device, gradient: blocked_decode),
 ]
 
 _chosen: dict[tuple[str, str, torch.dtype, bool], Callable[..., Any]] = {}

@@ -1,15 +1,15 @@
 """Sinks + sliding window, alone or with a memory of what they evict."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .cache import MemoryCacheLayer, Stream, plain_stream
+from .kernels import decode_attention, window_attention
 from .linear import wide
 from .memory import Joined, Kept, Memory
 from .step import Evicted, Step
-from .window import decode_attention, decode_attention_lse, window_attention, window_attention_lse
 
 
 class WindowOnly(Memory):
@@ -48,25 +48,26 @@ class WindowOnly(Memory):
 
     def _look(self, step: Step, stream: Stream) -> Tensor:
         rows = (step.q, stream.k, stream.v, stream.sink_k, stream.sink_v)
-        how: dict[str, Any] = {
-            "window": self.window,
-            "start": step.now.seen,
-            "scale": step.scale,
-            "pad": step.now.pad,
-            "max_pad": step.now.max_pad,
-            "dropout": step.dropout,
-        }
-        if not self.joins_window:
-            return window_attention(*rows, **how)
-        local, step.lse = window_attention_lse(*rows, **how)
+        q, k, v, sink_k, sink_v = (x.transpose(1, 2) for x in rows)
+        local, step.lse = window_attention(
+            q,
+            k,
+            v,
+            sink_k,
+            sink_v,
+            window=self.window,
+            start=step.now.seen,
+            scale=step.scale,
+            pad=step.now.pad,
+            max_pad=step.now.max_pad,
+            dropout=step.dropout,
+            lse=self.joins_window,
+        )
         return local
 
     def _look_once(self, step: Step, layer: MemoryCacheLayer) -> Tensor:
-        rows = (step.q, layer.keys, layer.values)
-        how: dict[str, Any] = {"scale": step.scale, "dropout": step.dropout}
-        if not self.joins_window:
-            return decode_attention(*rows, **how)
-        local, step.lse = decode_attention_lse(*rows, **how)
+        q, k, v = (x.transpose(1, 2) for x in (step.q, layer.keys, layer.values))
+        local, step.lse = decode_attention(q, k, v, scale=step.scale, dropout=step.dropout, lse=self.joins_window)
         return local
 
     def decodes(self, step: Step, layer: MemoryCacheLayer) -> bool:

@@ -129,8 +129,3 @@ def from_first_token(step: Step, x: Tensor) -> Tensor:
     For what depends on where a token stands and not only on distances: padding must not move it.
     """
     return rotate(unrotate(x, *step.now.turn_of_starts()), *step.now.turn_of_zero())
-
-
-def per_query(x: Tensor, q: Tensor) -> Tensor:
-    """``x`` (R, 1, ...), one for each state, seen once for each of its queries ``q`` (R, G, m, D): ``(R, G, ...)``."""
-    return x.expand(-1, q.shape[1], *x.shape[2:])

@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 
 CHUNK = 32  # tokens per chunk: the fastest of 16, 32, 64 and 128 for heads of 64 on a CPU
 STEPWISE = 8  # up to this many tokens the loop beats setting up a chunk
-UNIT_EPS = 1e-6  # inside the root of the l2 norm, as in the published models' kernels
 SEGMENT = 4096  # tokens at a time: beyond 32 MiB the C library asks the system for every temporary anew, page by page
 
 
@@ -185,11 +184,6 @@ def linear_attention_chunks(
     near = _nearby(q.flatten(3, 4) @ k.transpose(-1, -2), decay, queries)
     out = (q * since.unsqueeze(3)).flatten(3, 4) @ torch.stack(before, 2) + near @ v
     return _in_order(out, queries, T, scale), state
-
-
-def unit(x: Tensor) -> Tensor:
-    """``x`` scaled to length 1 along its last dimension."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
 def _in_segments(

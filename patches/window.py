@@ -191,21 +191,19 @@ def _unfold(x: Tensor, rows: int) -> Tensor:
     return x.unflatten(0, (rows, -1)).movedim(3, 1).flatten(2, 3)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """One token on a full cache, no mask: ``q`` (B, H, 1, D), ``k``, ``v`` (B, H_kv, m, D) -> (B, 1, H, D)."""
-    return _decode(_attend, q, k, v, scale, dropout)[0]
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """One token on a full cache, no mask: ``q`` (B, 1, H, D), ``k``, ``v`` (B, m, H_kv, D) -> (B, 1, H, D).
 
-
-def decode_attention_lse(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """:func:`decode_attention` and the log-sum-exp ``(B, 1, H)`` of its logits."""
-    out, lse = _decode(_attend_lse, q, k, v, scale, dropout)
-    return out, lse
-
-
-def _decode(attend: Attend, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> tuple[Tensor, ...]:
+    Returns:
+        It, and with ``lse`` the log-sum-exp ``(B, 1, H)`` of its logits, else None.
+    """
+    B, _, H, D = q.shape
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
     # the heads of a group as queries of one head: the kernel then reads each key once, not once for every head
-    grouped = q.squeeze(2).unflatten(1, (k.shape[1], -1))  # (B, H_kv, G, D)
-    parts = attend(grouped, k, v, None, scale, dropout)  # (B, G, H_kv, ...)
-    return tuple(part.transpose(1, 2).flatten(1, 2).unsqueeze(1) for part in parts)
+    q = q.reshape(B, k.shape[1], -1, D)
+    if not lse:
+        return scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale).reshape(B, 1, H, D), None
+    out, sums = attention_lse(q.flatten(0, 1).unsqueeze(1), k.flatten(0, 1), v.flatten(0, 1), None, scale, dropout)
+    return out.reshape(B, 1, H, D), sums.reshape(B, 1, H)

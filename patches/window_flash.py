@@ -56,7 +56,7 @@ def flash_window(
 
 def flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """One token on every key, with the log-sum-exp and without a gradient; as ``decode_attention`` of kernels.py."""
-    out, lse = flash_forward(q, k, v, None, None, 1, k.shape[1], None, scale)[:2]
+    out, lse = flash_forward((q, k, v), None, None, 1, k.shape[1], None, scale)[:2]
     return out, lse.transpose(1, 2)
 
 
@@ -66,7 +66,7 @@ class Plan:
 
     Attributes:
         window, start, scale: as there.
-        edge: slot of each row's first token ``(B or 1,)``.
+        edge: slot of each row's first token ``(B,)``; None without padding.
         queries, keys: with padding, where each row's padding and its text begin among all rows' queries and keys
             ``(2 B + 1,)``: two sequences to the kernel, of which neither sees the other. None without.
     """
@@ -74,7 +74,7 @@ class Plan:
     window: int
     start: int
     scale: float
-    edge: Tensor
+    edge: Tensor | None
     queries: Tensor | None
     keys: Tensor | None
 
@@ -83,7 +83,7 @@ class Plan:
         """The plan for queries ``(B, n, H, D)`` on ``length`` keys that end with the same slot."""
         n = q.shape[1]
         if pad is None:
-            return cls(window, start, scale, torch.zeros(1, dtype=torch.long, device=q.device), None, None)
+            return cls(window, start, scale, None, None, None)
         marks = []
         for tokens in (n, length):
             padding = (pad - (start + n - tokens)).clamp(0, tokens)
@@ -95,9 +95,9 @@ class Plan:
     def sink_logits(self, q: Tensor, sink_k: Tensor) -> Tensor:
         """Logits ``(B, H, n, S)`` of all queries and the sinks, in float32 or wider; minus infinity before a sink has
         left the window."""
-        t = torch.arange(self.start, self.start + q.shape[2], device=q.device)[:, None]
-        slot = self.edge[:, None] + torch.arange(sink_k.shape[2], device=q.device)  # (B or 1, S)
-        unseen = slot[:, None, None] > t - self.window
+        left = torch.arange(self.start - self.window, self.start - self.window + q.shape[2], device=q.device)[:, None]
+        slot = torch.arange(sink_k.shape[2], device=q.device)
+        unseen = (slot if self.edge is None else self.edge[:, None, None, None] + slot) > left
         return (product(q, sink_k.transpose(-1, -2)) * self.scale).masked_fill_(unseen, float("-inf"))
 
 
@@ -116,17 +116,17 @@ class _Window(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         n, length = q.shape[1], k.shape[1]
-        rows: Any = [_flat(x) if plan.keys is not None else x for x in (q, k, v)]
-        out, lse, *random = flash_forward(*rows, plan.queries, plan.keys, n, length, plan.window, plan.scale)
+        rows = [_flat(x) if plan.keys is not None else x for x in (q, k, v)]
+        out, lse, *random = flash_forward(rows, plan.queries, plan.keys, n, length, plan.window, plan.scale)
         if plan.keys is not None:
             out, lse = out.unflatten(0, (-1, n)), lse.unflatten(1, (-1, n)).transpose(0, 1)
         if sink_k.shape[1]:
             by_head = out.transpose(1, 2)
             logits = plan.sink_logits(q.transpose(1, 2), _per_query(sink_k, q))
-            total = torch.logaddexp(lse, logits.logsumexp(-1))
-            by_head.mul_((lse - total).exp().unsqueeze(-1))  # in place: it may be gigabytes
-            by_head.add_((logits - total.unsqueeze(-1)).exp().to(q.dtype) @ _per_query(sink_v, q))
-            lse = total
+            logits = torch.cat([lse.unsqueeze(-1), logits], -1)
+            shares, lse = logits.softmax(-1), logits.logsumexp(-1)
+            by_head.mul_(shares[..., :1])  # in place: it may be gigabytes
+            by_head.add_(shares[..., 1:].to(q.dtype) @ _per_query(sink_v, q))
         ctx.save_for_backward(q, k, v, sink_k, sink_v, out, lse, *random)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
@@ -168,7 +168,7 @@ def _window_grads(
     random: Sequence[Tensor],
 ) -> list[Tensor]:
     """Gradients of queries, keys and values of the window, from output and log-sum-exp of the whole softmax."""
-    n, length, dim = q.shape[1], k.shape[1], q.shape[3]
+    (batch, n, _, dim), length = q.shape, k.shape[1]
     if grad_lse is not None:
         column = grad_lse.transpose(1, 2).unsqueeze(-1).to(grad_out.dtype)
         grad_out = fill(torch.cat([grad_out, column], -1), (0, COLUMN - 1))
@@ -179,14 +179,12 @@ def _window_grads(
         rows, lse = [_flat(x) for x in rows], lse.transpose(0, 1).flatten(1)
     grads = flash_backward(rows, lse.contiguous(), plan.queries, plan.keys, n, length, plan.window, plan.scale, random)
     if plan.keys is not None:
-        grads = [grad.unflatten(0, (len(plan.edge), -1)) for grad in grads]
+        grads = [grad.unflatten(0, (batch, -1)) for grad in grads]
     return [grad[..., :dim] for grad in grads]
 
 
 def flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    rows: Sequence[Tensor],
     queries: Tensor | None,
     keys: Tensor | None,
     most_queries: int,
@@ -197,15 +195,13 @@ def flash_forward(
     """Output, log-sum-exp and the state of its random numbers; the last query stands beside the last key.
 
     Args:
-        q, k, v: ``(B, n, H, D)``, or ``(tokens, H, D)`` with where each sequence begins in ``queries`` and ``keys``.
+        rows: q, k, v ``(B, n, H, D)``, or ``(tokens, H, D)`` with the first token of each sequence in ``queries``.
         most_queries, most_keys: length of the longest sequence.
         window: how many keys a query sees, its own included; None: all there are.
     """
     left, right = (-1, -1) if window is None else (window - 1, 0)
     out, lse, *random, _ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
+        *rows,
         queries,
         keys,
         most_queries,

@@ -99,8 +99,10 @@ def _blocks(n: int, length: int, sinks: int, window: int, start: int, pad: Tenso
     full = (columns >= sinks) & (high <= early) & (low > late - window)
     if pad is not None:
         full = torch.zeros_like(full)
-    parts: Any = []
-    for seen in (some & ~full, full):
-        order = seen.int().argsort(dim=-1, descending=True, stable=True)
-        parts += [seen.sum(-1).int()[None, None], order.int()[None, None]]
-    return BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(n, length))
+    (count, order), (full_count, full_order) = (
+        (seen.sum(-1).int()[None, None], seen.int().argsort(dim=-1, descending=True, stable=True).int()[None, None])
+        for seen in (some & ~full, full)
+    )
+    return BlockMask.from_kv_blocks(
+        count, order, full_count, full_order, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(n, length)
+    )

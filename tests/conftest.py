@@ -1,6 +1,8 @@
 """Fixtures every test may ask for: tiny random bases of the four families, NaN in fresh tensors, reference data."""
 
 import os
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -136,3 +138,25 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("the reference folder ../shared is not beside this checkout")
     return folder
+
+
+@pytest.fixture(scope="session")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The device guard of CUDA, compiled: with it, fake tensors can stand on GPUs that are not there."""
+    from torch.utils.cpp_extension import include_paths
+
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler to build a device guard for CUDA with")
+    if torch.version.cuda:
+        pytest.skip("this torch has a device guard for CUDA of its own")
+    built = tmp_path_factory.mktemp("guard") / "guard.so"
+    includes = [f"-I{path}" for path in include_paths()]
+    library = f"-L{Path(torch.__file__).parent / 'lib'}"
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    source = str(Path(__file__).with_name("fake_cuda.cpp"))
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-std=c++20", abi, *includes, source, "-o", str(built), library, "-lc10"],
+        check=True,
+    )
+    return built

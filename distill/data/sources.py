@@ -68,7 +68,7 @@ def reading(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except RetrofitError:
+    except (RetrofitError, ImportError):  # the command line says which package is missing
         raise
     except Exception as error:
         cause: BaseException | None = error

@@ -1,98 +1,191 @@
 """What a forward pass does on CUDA, kernel by kernel, without a GPU: torch's fake tensors on ``cuda:0``.
 
-A CPU build of torch lacks the device guard that even fake CUDA tensors ask for; :func:`build_guard` compiles one. What
-needs it runs as a program, so that nothing of it stays in the process that tests.
+To be run as a program, with the device guard of tests/conftest.py, so that nothing of it stays in the process that
+tests: see :func:`main`.
 """
 
 import ctypes
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.cpp_extension import include_paths
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, Qwen2Config
 
-GUARD = """
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::Stream;
-static thread_local DeviceIndex current = 0;
-struct OneFakeDevice final : c10::impl::DeviceGuardImplInterface {
-  DeviceType type() const override { return DeviceType::CUDA; }
-  Device getDevice() const override { return Device(DeviceType::CUDA, current); }
-  void setDevice(Device to) const override { current = to.index(); }
-  void uncheckedSetDevice(Device to) const noexcept override { current = to.index(); }
-  Device exchangeDevice(Device to) const override { Device before = getDevice(); setDevice(to); return before; }
-  Stream getStream(Device) const override { return Stream(Stream::DEFAULT, getDevice()); }
-  Stream exchangeStream(Stream) const override { return getStream(getDevice()); }
-  DeviceIndex deviceCount() const noexcept override { return 1; }
-};
-C10_REGISTER_GUARD_IMPL(CUDA, OneFakeDevice);
-"""
-
-
-def build_guard(folder: Path) -> Path | None:
-    """Compile the guard into ``folder``; None if there is no compiler that can."""
-    source, library = folder / "guard.cpp", folder / "guard.so"
-    source.write_text(GUARD)
-    includes = [f"-I{path}" for path in include_paths()]
-    libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10"]
-    command = ["g++", "-shared", "-fPIC", "-O0", "-std=c++20", *includes, str(source), "-o", str(library), *libraries]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return library
+# what only says how to look at memory, or takes some: no kernel
+NO_KERNEL = {
+    *(
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "alias",
+    ),
+    *("unbind", "split", "split_with_sizes", "detach", "unfold", "as_strided", "reshape", "movedim", "_reshape_alias"),
+    *("lift_fresh", "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
+}
 
 
-def run(guard: Path, *arguments: str) -> Any:
+def run(guard: Path, *arguments: object) -> Any:
     """What the program prints for these arguments, in a process of its own."""
-    command = [sys.executable, "-m", "tests.kernels.fake_cuda", str(guard), *arguments]
+    command = [sys.executable, "-m", "tests.kernels.fake_cuda", str(guard), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
+class Kernels(TorchDispatchMode):
+    """Counts what is launched on CUDA inside the block, and what is copied there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: Counter[str] = Counter()
+        self.copied = self.waited = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        name = op.__name__.partition(".")[0]
+        first = out[0] if isinstance(out, list | tuple) and out else out
+        on_cuda = isinstance(first, Tensor) and first.is_cuda
+        if on_cuda and name not in NO_KERNEL:
+            self.launched[name] += 1
+        if on_cuda and name in ("_to_copy", "copy_"):
+            sources = [x for x in args if isinstance(x, Tensor)]
+            self.copied += any(not x.is_cuda for x in sources)
+        self.waited += name in ("_local_scalar_dense", "item", "nonzero")
+        return out
+
+
+def stand_in_for_fla(kernels: Kernels) -> None:
+    """Modules that import as fla's do, whose ops count as one kernel each and return tensors of the right shapes."""
+
+    def operation(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        kernels.launched["fla"] += 1
+        return torch.empty_like(v), v.new_empty(
+            *v.shape[:1], *v.shape[2:3], k.shape[-1], v.shape[-1], dtype=torch.float32
+        )
+
+    for name, op in (("gated_delta_rule", "gated_delta_rule"), ("simple_gla", "simple_gla")):
+        module = ModuleType(f"fla.ops.{name}")
+        for form in ("chunk", "fused_recurrent"):
+            setattr(module, f"{form}_{op}", operation)
+        sys.modules[module.__name__] = module
+    sys.modules["fla"], sys.modules["fla.ops"] = ModuleType("fla"), ModuleType("fla.ops")
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """Stands for ``scaled_dot_product_attention``, which asks a CUDA build of torch for its kernel."""
+    return torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+
+
+def count(kinds: str, tokens: str, window: str) -> dict[str, Any]:
+    """Kernels, copies from the host and waits for the device of one layer that reads a prompt, then of one more token.
+
+    The layer is one of a Qwen2.5-7B in bfloat16; what the model does once for all layers is counted with it.
+
+    Args:
+        kinds: of memories, with commas between them.
+    """
+    import patches.frames
+    import patches.window
+    from patches.config import MemoryConfig
+    from retrofit.patching import skeleton
+
+    patches.frames.scaled_dot_product_attention = patches.window.scaled_dot_product_attention = attention
+    torch.nn.functional.scaled_dot_product_attention = attention
+    config = Qwen2Config(
+        hidden_size=3584,
+        num_hidden_layers=1,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        intermediate_size=18944,
+        vocab_size=1024,
+        max_position_embeddings=262144,
+        dtype="bfloat16",
+    )
+    found: dict[str, Any] = {}
+    counted = Kernels()
+    stand_in_for_fla(counted)
+    for kind in kinds.split(","):
+        model = skeleton(config, MemoryConfig(kind, int(window), 4)).eval()
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            place(model)
+            ids, cache = torch.zeros(1, int(tokens), dtype=torch.long, device="cuda"), DynamicCache()
+            for name, new in (("prefill", ids), ("decode", ids[:, :1])):
+                counted.launched.clear()
+                counted.copied = counted.waited = 0
+                with counted:
+                    model.model(new, past_key_values=cache)
+                found.setdefault(kind, {})[name] = {
+                    "kernels": counted.launched.total(),
+                    "copied": counted.copied,
+                    "waited": counted.waited,
+                    "most": dict(counted.launched.most_common(12)),
+                }
+    return found
+
+
+def place(model: Any) -> None:
+    """Make every weight fake, on CUDA: the memories' in float32, the others in bfloat16."""
+    for path, module in model.named_modules():
+        dtype = torch.float32 if ".memory" in path else torch.bfloat16
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                weight = torch.empty(parameter.shape, dtype=dtype, device="cuda")
+                module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = torch.empty(buffer.shape, dtype=torch.float32, device="cuda")
+
+
 class Context(SimpleNamespace):
     """Stands for what autograd hands from a forward to its backward; its engine needs a real GPU."""
 
-    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+    def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
         pass
 
 
-def flash_shapes(padded: bool) -> dict[str, Any]:
+def flash(padding: str) -> dict[str, Any]:
     """Shapes and dtypes of what the flash forms return, forward and backward, by aten's own checks."""
     from patches import kernels, window_flash
 
-    shapes = [(2, 64, 4, 64), *[(2, 64, 2, 64)] * 2, *[(2, 4, 2, 64)] * 2]
-    rows = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
-    pad = torch.zeros(2, dtype=torch.long, device="cuda") if padded else None
-    found = {}
-    for lse in (False, True):
-        context, plan = Context(), window_flash.Plan.make(rows[0], 64, 32, 0, 0.4, pad)
-        out, sums = window_flash._Window.forward(context, *rows, plan)
-        grads = window_flash._Window.backward(context, out, sums if lse else None)
-        found[f"lse={lse}"] = [_described(x) for x in (out, sums, *grads)]
-    found["decode"] = [_described(x) for x in kernels.decode_attention(rows[0][:, :1], *rows[1:3], scale=0.4, lse=True)]
-    return found
+    with FakeTensorMode():
+        shapes = [(2, 64, 4, 64), *[(2, 64, 2, 64)] * 2, *[(2, 4, 2, 64)] * 2]
+        rows = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+        pad = torch.zeros(2, dtype=torch.long, device="cuda") if padding == "padded" else None
+        found = {}
+        for lse in (False, True):
+            context, plan = Context(), window_flash.Plan.make(rows[0], 64, 32, 0, 0.4, pad)
+            out, sums = window_flash._Window.forward(context, *rows, plan)
+            grads = window_flash._Window.backward(context, out, sums if lse else None)
+            found[f"lse={lse}"] = [described(x) for x in (out, sums, *grads)]
+        one = kernels.decode_attention(rows[0][:, :1], rows[1], rows[2], scale=0.4, lse=True)
+        return {**found, "decode": [described(x) for x in one]}
 
 
-def _described(x: torch.Tensor | None) -> str | None:
+def described(x: Tensor | None) -> str | None:
     return None if x is None else f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} {x.device.type}"
 
 
 def main(guard: str, what: str, *arguments: str) -> None:
-    """Load the guard, then print the JSON of what is asked for."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    """Print what :func:`flash` or :func:`count` finds, as JSON in the last line."""
     ctypes.CDLL(guard)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        print(json.dumps(flash_shapes(arguments[0] == "padded")))
+    print(json.dumps({"flash": flash, "count": count}[what](*arguments)))
 
 
 if __name__ == "__main__":

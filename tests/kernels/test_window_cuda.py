@@ -5,7 +5,7 @@ FlexAttention runs uncompiled, its refusal of gradients on a CPU taken away. The
 given are checked on fake CUDA tensors.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,7 @@ SCALE = 0.4
 
 
 def reference_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: Sequence[Tensor],
     queries: Tensor | None,
     keys: Tensor | None,
     most_queries: int,
@@ -32,6 +30,7 @@ def reference_forward(
     scale: float,
 ) -> list[Tensor]:
     """What aten's flash kernel computes."""
+    q, k, v = inputs
     if queries is None or keys is None:
         seen = _seen(q.shape[1], k.shape[1], window)
         out, lse = _softmax(q, k, v, seen, scale)

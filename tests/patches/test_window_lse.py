@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from patches import lse as lse_file
 from patches import window as window_file
 from patches.lse import attention_lse, naive_attention_lse, recomputed_attention_lse
-from patches.window import decode_attention, decode_attention_lse, window_attention, window_attention_lse
+from patches.window import decode_attention, window_attention, window_attention_lse
 
 B, H, KV, T, D, SCALE = 2, 4, 2, 90, 8, 0.3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -105,15 +105,23 @@ def test_on_a_cpu_the_output_is_bit_for_bit_that_without(dtype: torch.dtype) -> 
         plain = blocked(window_attention, q, k, v, 16, 3, padding)
         assert torch.equal(blocked(window_attention_lse, q, k, v, 16, 3, padding)[0], plain)
     one = q[:, :, -1:]
-    out, lse = decode_attention_lse(one, k, v, scale=SCALE)
-    assert torch.equal(out, decode_attention(one, k, v, scale=SCALE))
+    rows = [x.transpose(1, 2) for x in (one, k, v)]
+    out, lse = decode_attention(*rows, scale=SCALE, lse=True)
+    assert torch.equal(out, decode_attention(*rows, scale=SCALE)[0])
     assert lse.shape == (B, 1, H)
 
 
 def test_dropout_leaves_the_normaliser_alone() -> None:
     q, k, v = heads()
-    kept, dropped = (
-        decode_attention_lse(q[:, :, -1:], k, v.new_ones(v.shape), scale=SCALE, dropout=p) for p in (0.0, 0.5)
-    )
+    rows = [x.transpose(1, 2) for x in (q[:, :, -1:], k, v.new_ones(v.shape))]
+    kept, dropped = (decode_attention(*rows, scale=SCALE, dropout=p, lse=True) for p in (0.0, 0.5))
     torch.testing.assert_close(kept[1], dropped[1], atol=1e-12, rtol=0)
     assert not torch.allclose(kept[0], dropped[0])
+
+
+def test_keys_that_do_not_lie_in_one_piece() -> None:
+    q, k, v = (torch.randn(3, *shape, dtype=torch.float64) for shape in ((2, 5, 8), (7, 8), (7, 8)))
+    expected = attention_lse(q, k, v, None, 0.3)
+    apart = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v))
+    for ours, theirs in zip(attention_lse(*apart, None, 0.3), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -79,6 +79,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     # the main process looks for all: what one finds while another is at work would differ
     checkpoint = processes.same(last_whole(output, console) if resume and processes.main else None)
     check_recipe(recipe)
+    reporters(recipe.report_to)
     with processes.main_first():
         config = load_config(base)  # no such base, or no family of ours: said before anything is tokenised
         tokenizer = load_tokenizer(base)
@@ -109,13 +110,11 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         raise RetrofitError(f"the base of the run in {output} is not the one that it was started with: {other}")
     sizes = {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()}
     processes.wait()  # each has loaded the base at its own pace
+    if resume and processes.main:
+        _remove_drafts(output)
 
     def begin() -> None:
         """Write the first files, when nothing can be refused any more."""
-        if processes.main:
-            # of a run that was killed while it saved
-            for draft in [output / DRAFT, *(path for name in RESULTS for path in output.glob(f".{name}.*"))]:
-                shutil.rmtree(draft, ignore_errors=True)
         if processes.main and not resume:
             _clear(output)
             write_text(output / RECIPE_FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
@@ -173,10 +172,17 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
 
 def _clear(output: Path) -> None:
     """Remove an earlier run, and nothing else, from the output folder."""
+    _remove_drafts(output)
     for path in [*(output / name for name in RESULTS), *checkpoints(output)]:
         shutil.rmtree(path, ignore_errors=True)
     for name in (RECIPE_FILE, DATA_FILE, "metrics.json", "log.jsonl"):
         (output / name).unlink(missing_ok=True)
+
+
+def _remove_drafts(output: Path) -> None:
+    """Remove what a run left that was killed while it saved."""
+    for draft in [output / DRAFT, *(path for name in RESULTS for path in output.glob(f".{name}.*"))]:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 class _Begin(TrainerCallback):

@@ -117,8 +117,8 @@ class Mamba2(MatrixMemory):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (h.to(gates.dtype).transpose(1, 2) for h in (q, k, v))
-        q, k, v = F.normalize(q, dim=-1), F.normalize(k, dim=-1), v.repeat_interleave(self.heads // self.kv_heads, 2)
+        v = v.repeat_interleave(self.heads // self.kv_heads, 2) * gates.unsqueeze(-1)
         log_decay = -gates * self.A_log.to(gates.dtype).exp()
-        read, state = linear_attention(q, k, v * gates.unsqueeze(-1), log_decay, state, scale=1.0)
+        read, state = linear_attention(q, k, v, log_decay, state, scale=1.0, normalise=True)
         read = read * F.silu(self.g_proj(x)).unsqueeze(-1)  # (B, m, H, D)
         return self.read_proj(self.read_norm(read.flatten(2)).view_as(read)), state

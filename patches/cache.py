@@ -37,6 +37,17 @@ class Stream:
 class MemoryCacheLayer(DynamicLayer):
     """One layer's bounded cache. Every tensor has the batch as its first dimension.
 
+    T = 10 tokens, W = 4, S = 1: token 0 is the sink, the ring holds 8, 9, 6, 7; token 10 takes the place of token 6.
+
+    >>> tokens = torch.arange(10.0).view(1, 1, 10, 1)
+    >>> layer = MemoryCacheLayer("none", window=4, sinks=1)
+    >>> layer.commit(layer.stream(tokens, tokens, None, None), new=10)
+    >>> layer.keys.flatten().tolist()
+    [0.0, 8.0, 9.0, 6.0, 7.0]
+    >>> evicted, _, _ = layer.push(tokens[:, :, :1] + 10, tokens[:, :, :1] + 10, None)
+    >>> evicted.item(), layer.keys.flatten().tolist()
+    (6.0, [0.0, 8.0, 9.0, 10.0, 7.0])
+
     Attributes:
         keys, values: ``(B, H_kv, seen, D)`` while nothing was evicted, ``(B, H_kv, S + W, D)`` afterwards (an eviction
             policy: the rows it keeps).

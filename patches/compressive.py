@@ -4,23 +4,21 @@ As the AHN paper compares with it: no parameters, the rows are seen by the windo
 one place: sinks, window, tail (evicted, but its group of ``ratio`` is not complete: still exact), row, or forgotten.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as fill
 
-from .cache import MemoryCacheLayer, Stream, plain_stream
 from .errors import one_of
-from .frames import Frame, blocks_attention, joined_attention, sink_attention, take
+from .frames import Frame, take
+from .joined import Part, Place, join, look, look_in_blocks
 from .linear import wide
-from .memory import Joined, Kept, Memory
+from .memory import Joined, Kept
+from .on_window import WindowOnly
 from .options import Options, whole_number
 from .rotary import Turn, rotate, unrotate
-from .step import Step
-
-GATHERED = 2**22  # keys gathered at a time, in elements: bounds the extra memory of the overlapping windows
+from .step import Evicted, Step
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class CompressiveOptions(Options):
             whole_number("rows", self.rows)
 
 
-class Compressive(Memory):
+class Compressive(WindowOnly):
     """A queue of pooled rows behind the window.
 
     With G groups complete when the token at index ``t`` (padding and sinks not counted) attends, G being
@@ -57,6 +55,8 @@ class Compressive(Memory):
 
     kind = "compressive"
     trainable = False
+    writes_back = False
+    joins_window = True
     Options = CompressiveOptions
 
     @property
@@ -80,10 +80,6 @@ class Compressive(Memory):
         groups = ((index - self.window + 1) // self.options.ratio).clamp_min(0)
         return self.sinks + index - self.options.ratio * groups + 1 + groups.clamp_max(self.rows)
 
-    def complete(self, index: int) -> int:
-        """Groups that have left the window whole by the time the token at ``index`` attends."""
-        return max(0, (index - self.window + 1) // self.options.ratio)
-
     def pooled(self, tokens: Tensor, turn: Turn | None) -> Tensor:
         """Groups ``(B, H_kv, g * ratio, D)`` -> rows ``(B, H_kv, g, D)``; ``turn``: see :meth:`_turn`, for keys."""
         ratio = self.options.ratio
@@ -104,185 +100,110 @@ class Compressive(Memory):
         cos, sin = step.now.turn_of_starts()
         return cos.to(wide(step.k.dtype)), sin.to(wide(step.k.dtype))
 
-    def attend(self, step: Step) -> Joined:
-        layer, n = step.layer, step.now.new
-        frame = step.now.frame(self.sinks, self.options.ratio)
-        if layer is not None and self._one_more(step, layer, frame):
-            return self._decode(step, layer, frame), None
-        stream, queue = self._stream(step)
-        before = [self.complete(start - 1) for start in frame.start]
-        rows = [
-            _Rows(self, frame, queued, tokens, turn, step.now.seen, before)
-            for queued, tokens, turn in zip(queue, (stream.k, stream.v), (self._turn(step), None), strict=True)
-        ]
-        out = self._blocks(step, frame, stream, rows)
-        of_sinks = sink_attention(frame, step.q, stream.sink_k, stream.sink_v, step.scale, step.dropout)
-        if layer is not None:
-            after = frame.column([self.complete(last) for last in frame.last])
-            for name, held in zip(("keys", "values"), rows, strict=True):
-                layer.state[name] = held.keep(after)
-            k, v = stream.k[:, :, self.tail :], stream.v[:, :, self.tail :]
-            layer.commit(Stream(k, v, None, stream.sink_k, stream.sink_v), n)
-        return frame.collect(out, of_sinks), None
+    def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
+        assert step.lse is not None
+        frame = step.now.frame(self.sinks, self.options.ratio, gone.start, gone.count)  # of the evicted tokens
+        if step.layer is not None and step.layer.state and self.decodes(step, step.layer):
+            return join((local, step.lse), self._look_at_state(step, step.layer.state, gone, k, v, frame)), None
+        held = {} if step.layer is None else step.layer.state
+        keys = self._line_up(held.get("keys"), k, self._turn(step), gone, frame)
+        values = self._line_up(held.get("values"), v, None, gone, frame)
+        if step.layer is not None:
+            step.layer.state = {"keys": self._keep(keys, gone, frame), "values": self._keep(values, gone, frame)}
+        out, lse = self._far(frame.lay(step.q[:, :, gone.first :], gone.start), keys, values, frame, step)
+        out, lse = frame.collect(out, None), frame.collect(lse.unsqueeze(-1), None).squeeze(-1)
+        if gone.written is not None:
+            lse = lse.masked_fill(~gone.written.unsqueeze(-1), float("-inf"))
+        seen = join((local[:, gone.first :], step.lse[:, gone.first :]), (out, lse))
+        return (torch.cat([local[:, : gone.first], seen], 1) if gone.first else seen), None
 
-    def _stream(self, step: Step) -> tuple[Stream, tuple[Tensor, Tensor]]:
-        """The tail, the W slots before this call and its new tokens; the queue's keys and values."""
-        layer = step.layer
-        if layer is not None and layer.evicting:
-            stream = layer.stream(step.k, step.v, None, step.now.pad)
-            waiting = step.now.slots(step.now.seen - self.window - self.tail, self.tail)
-            places = self.rows + waiting % max(self.tail, 1)
-            k, v = (layer.state[name][:, :, places] for name in ("keys", "values"))
-            k, v = torch.cat([k, stream.k], 2), torch.cat([v, stream.v], 2)
-            queue = layer.state["keys"][:, :, : self.rows], layer.state["values"][:, :, : self.rows]
-            return Stream(k, v, None, stream.sink_k, stream.sink_v), queue
-        k, v = step.k, step.v
-        if layer is not None and step.now.seen:
-            k, v = torch.cat([layer.keys, k], 2), torch.cat([layer.values, v], 2)
-        wide = self.window + self.tail
-        empty = k.new_zeros(*k.shape[:2], self.rows, k.shape[3])
-        return plain_stream(k, v, None, step.now.pad, seen=step.now.seen, window=wide, sinks=self.sinks), (empty, empty)
-
-    def _blocks(self, step: Step, frame: Frame, stream: Stream, rows: "list[_Rows]") -> Tensor:
-        """Attend over sinks, rows and exact tokens, block by block: ``(B, F, H, D)``."""
-        ratio, reach = self.options.ratio, self._reach
-        query, sinks = frame.lay(step.q, step.now.seen), (stream.sink_k, stream.sink_v)
-        pieces = []
-        for first, count, size in self._spans(frame, step.k.shape[0] * step.k.shape[1] * step.k.shape[3]):
-            span = range(first, first + count * size, size)
-            oldest, groups = self._sight(size)
-            seen = []
-            for held, sink in zip(rows, sinks, strict=True):
-                near = held.tokens[:, :, first : span.stop + reach].unfold(2, reach + size, size)
-                far = held.groups(first // ratio + oldest, (count - 1) * (size // ratio) + groups)
-                blocks = (x.permute(0, 2, 1, 4, 3) for x in (far.unfold(2, groups, size // ratio), near))
-                seen.append(torch.cat([sink.unsqueeze(1).expand(-1, count, -1, -1, -1), *blocks], 3))
-            folded = query[:, :, first : span.stop].unflatten(2, (count, size)).transpose(1, 2)
-            mask = self._mask(frame, span, sinks[0].shape[2])
-            pieces.append(blocks_attention(folded, seen[0], seen[1], mask, step.scale, step.dropout))
-        return torch.cat(pieces, 1)
-
-    def _sight(self, size: int) -> tuple[int, int]:
-        """The oldest row that ``size`` queries may see, counted from the group they begin with, and how many."""
-        oldest = (1 - self.window) // self.options.ratio - self.rows
-        return oldest, (size - self.window) // self.options.ratio - oldest
-
-    def _mask(self, frame: Frame, span: range, sinks: int) -> Tensor:
-        """Which keys the queries of the blocks at ``span`` see: ``(1 or B, 1 or N, size, S + rows + tokens)``."""
-        size, ratio = span.step, self.options.ratio
-        oldest, groups = self._sight(size)
-        query = torch.arange(size, device=frame.device)[:, None]
-        token = torch.arange(-self._reach, size, device=frame.device)
-        group = torch.arange(oldest, oldest + groups, device=frame.device)
-        done = (query - self.window + 1).div(ratio, rounding_mode="floor")
-        far, near = (group < done) & (group >= done - self.rows), (token <= query) & (token >= done * ratio)
-        mask = torch.cat([near.new_ones(size, sinks), far, near], 1)[None, None]
-        if min(frame.base) + span.start >= self._regular:
-            return mask
-        begin = frame.column(frame.base) + torch.arange(span.start, span.stop, size, device=frame.device)
-        begin = begin.unsqueeze(-1)  # (1 or B, N, 1)
-        there = torch.cat([group >= -begin // ratio, token >= -begin], -1)  # nothing lies before the first token
-        return mask & fill(there, (sinks, 0), value=True).unsqueeze(2)
-
-    @property
-    def _reach(self) -> int:
-        """Exact tokens before a block that may be seen, in whole groups."""
-        return -(-(self.window + self.tail) // self.options.ratio) * self.options.ratio
-
-    @property
-    def _regular(self) -> int:
-        """Index from which a block has all the rows and tokens that its mask looks for."""
-        return max(self._reach, -self._sight(1)[0] * self.options.ratio)
-
-    def _spans(self, frame: Frame, width: int) -> Iterator[tuple[int, int, int]]:
-        """First token, number and size of blocks to attend at once: those that one mask serves, and the others."""
-        ratio = self.options.ratio
-        size = min(frame.size, max(ratio, max(64, self.window // 4) // ratio * ratio))
-        group = max(1, GATHERED // (width * (self.sinks + self.rows + self._reach + size)))
-        irregular = self._regular - min(frame.base)
-        first = 0
-        while first + size <= frame.size:
-            count = min(group, (frame.size - first) // size)
-            if first < irregular:
-                count = min(count, -(-(irregular - first) // size))
-            yield first, count, size
-            first += count * size
-        if first < frame.size:
-            yield first, 1, frame.size - first
-
-    def _one_more(self, step: Step, layer: MemoryCacheLayer, frame: Frame) -> bool:
-        """Whether this is plain decoding: one token, all sinks there, no graph for in-place writes to break."""
-        return layer.evicting and step.now.new == 1 and min(frame.start) >= 0 and not step.differentiates(layer)
-
-    def _decode(self, step: Step, layer: MemoryCacheLayer, frame: Frame) -> Tensor:
-        """One token: the one it evicts goes to the tail, or completes a group. ``(B, 1, H, D)``."""
-        ratio, device = self.options.ratio, step.q.device
-        old = [self.complete(index - 1) for index in frame.start]
-        new = [self.complete(index) for index in frame.start]
-        k, v, _ = layer.push(step.k, step.v, None)
-        slot = step.now.seen - self.window  # the evicted one
-        waiting = torch.arange(slot - self.tail, slot, device=device) % max(self.tail, 1) + self.rows
-        changed = [row for row, (x, y) in enumerate(zip(old, new, strict=True)) if x != y]
+    def _look_at_state(
+        self, step: Step, state: dict[str, Tensor], gone: Evicted, k: Tensor, v: Tensor, frame: Frame
+    ) -> Part:
+        """What one token's query sees of the state, once the token that it evicts is in there."""
+        ratio, device = self.options.ratio, frame.device
+        complete = [(last + 1) // ratio for last in frame.last]
+        whole = [row for row, last in enumerate(frame.last) if (last + 1) % ratio == 0]  # whose group completes
+        tail = torch.arange(self.tail, device=device)
         for name, token, turn in (("keys", k, self._turn(step)), ("values", v, None)):
-            state = layer.state[name]
-            if changed:
-                row = self.pooled(torch.cat([state[:, :, waiting], token], 2), turn)[:, :, 0]
-                if len(new) == 1:
-                    state[:, :, (new[0] - 1) % self.rows] = row
+            held = state[name]
+            if whole:
+                pooled = self.pooled(torch.cat([held[:, :, self.rows :], token], 2), turn)[:, :, 0]
+                if len(complete) == 1:
+                    held[:, :, (complete[0] - 1) % self.rows] = pooled
                 else:
-                    state[changed, :, [(new[b] - 1) % self.rows for b in changed]] = row[changed]
+                    held[whole, :, [(complete[row] - 1) % self.rows for row in whole]] = pooled[whole]
             if self.tail:
-                state[:, :, self.rows + slot % self.tail] = token[:, :, 0]
+                held[:, :, self.rows + gone.start % self.tail] = token[:, :, 0]
+        index = gone.start - (gone.start - tail) % max(self.tail, 1) - frame.column(frame.skip)
+        there = (index >= frame.column(complete) * ratio) & (index >= 0)
+        mask = torch.cat([torch.arange(self.rows, device=device) < frame.column(complete), there], 1).unsqueeze(1)
+        return look(step.q, state["keys"], state["values"], mask, step.scale, step.dropout)
 
-        complete = frame.column(new)
-        queue = torch.arange(self.rows, device=device) < complete
-        place = torch.arange(self.tail, device=device)
-        index = slot - (slot - place) % max(self.tail, 1) - frame.column(frame.skip)
-        far = torch.cat([queue, (index >= complete * ratio) & (index >= 0)], 1)
-        ring = step.now.seen - (step.now.seen - torch.arange(self.window, device=device)) % self.window
-        near = ring >= frame.column(frame.skip)
-        near = torch.cat([near.new_ones(len(near), self.sinks), near], 1)
-        parts = [(step.q, layer.keys, layer.values, near), (step.q, layer.state["keys"], layer.state["values"], far)]
-        return joined_attention(parts, step.scale, step.dropout)
+    def _line_up(self, held: Tensor | None, x: Tensor, turn: Turn | None, gone: Evicted, frame: Frame) -> "Line":
+        if held is None:
+            held = x.new_zeros(*x.shape[:2], self.rows + self.tail, x.shape[3])
+        place = torch.arange(gone.start - self.tail, gone.start, device=x.device) % max(self.tail, 1)
+        waiting = torch.cat([held[:, :, self.rows + place], x], 2)
+        tokens = frame.lay(waiting, gone.start - self.tail)
+        oldest = frame.column([base // self.options.ratio - self.rows for base in frame.base])
+        queue = take(held, (oldest + torch.arange(self.rows, device=x.device)) % self.rows)
+        return Line(waiting, tokens, torch.cat([queue, self.pooled(tokens, turn)], 2))
+
+    def _keep(self, line: "Line", gone: Evicted, frame: Frame) -> Tensor:
+        """The state after this call."""
+        ratio, device = self.options.ratio, frame.device
+        newest = frame.column([(last + 1) // ratio - 1 for last in frame.last])  # group
+        oldest = frame.column([base // ratio - self.rows for base in frame.base])
+        group = newest - (newest - torch.arange(self.rows, device=device)) % self.rows
+        index = gone.count + (torch.arange(self.tail, device=device) - gone.start - gone.count) % max(self.tail, 1)
+        return torch.cat([take(line.rows, group - oldest), line.waiting[:, :, index]], 2)
+
+    def _far(self, q: Tensor, keys: "Line", values: "Line", frame: Frame, step: Step) -> Part:
+        """What the frame's queries see of rows and of tokens whose group is not complete."""
+        ratio = self.options.ratio
+        size = min(frame.size, max(64, self.rows // 2) // ratio * ratio or ratio)
+
+        def there(blocks: range) -> Tensor | None:
+            first = frame.column(frame.base) + torch.arange(blocks.start, blocks.stop, device=frame.device) * size
+            if min(frame.base) + blocks.start * size >= self.rows * ratio:
+                return None
+            group = first.unsqueeze(-1) // ratio + torch.arange(-self.rows, size // ratio, device=frame.device)
+            return fill(group >= 0, (0, size), value=True)
+
+        rows = Place(keys.rows, values.rows, size // ratio, self.rows + size // ratio)
+        tokens = Place(keys.tokens, values.tokens, size, size)
+        return look_in_blocks(q, size, (rows, tokens), self._sight(size, frame.device), there, step.scale, step.dropout)
+
+    def _sight(self, size: int, device: torch.device) -> Tensor:
+        """Which rows and tokens the ``size`` queries of a block see, if they are there ``(1, size, keys)``.
+
+        Rows count from R before the block's first group, tokens from its first one, which each query has just evicted.
+        With ratio 2 and 1 row, the four queries of a block see
+
+        >>> from types import SimpleNamespace as of
+        >>> of_two = of(options=of(ratio=2), rows=1)
+        >>> Compressive._sight(of_two, 4, torch.device("cpu"))[0].int().tolist()  # 3 rows, 4 tokens
+        [[1, 0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0]]
+        """
+        ratio, token = self.options.ratio, torch.arange(size, device=device)
+        group = torch.arange(self.rows + size // ratio, device=device)
+        done = (token[:, None] + 1) // ratio
+        far = (group >= done) & (group < done + self.rows)
+        near = (token <= token[:, None]) & (token >= done * ratio)
+        return torch.cat([far, near], 1)[None]
 
 
-class _Rows:
-    """The keys (or the values) of a call: exact tokens and all rows, those in the queue and those that come to be."""
+@dataclass
+class Line:
+    """The keys (or the values) of evicted tokens.
 
-    def __init__(
-        self,
-        memory: Compressive,
-        frame: Frame,
-        queue: Tensor,
-        tokens: Tensor,
-        turn: Turn | None,
-        seen: int,
-        before: list[int],
-    ):
-        """Args: the queue ``(B, H_kv, rows, D)``, the stream from the tail on, groups complete before this call."""
-        self.memory, self.frame, self.seen = memory, frame, seen
-        self.stream, self.before = tokens, frame.column(before)
-        self.tokens = frame.lay(tokens, seen - memory.window - memory.tail, -memory._reach)
-        self.all = torch.cat([queue, memory.pooled(self.tokens, turn)], 2)
+    Attributes:
+        waiting: the tail and this call's, by slot ``(B, H_kv, tail + count, D)``.
+        tokens: the same as the frame has them ``(B, H_kv, F, D)``.
+        rows: the queue, oldest first, and the groups of the frame ``(B, H_kv, R + F / ratio, D)``.
+    """
 
-    def groups(self, first: int, count: int) -> Tensor:
-        """Rows ``first .. first + count - 1``, counted from the frame's first group on, ``(B, H_kv, count, D)``."""
-        group = torch.arange(first, first + count, device=self.frame.device)
-        return self._find(group + self.frame.column(self.frame.base) // self.memory.options.ratio)
-
-    def _find(self, group: Tensor) -> Tensor:
-        """Rows by their group ``(1 or B, m)``."""
-        memory, ratio = self.memory, self.memory.options.ratio
-        fresh = group - (self.frame.column(self.frame.base) - memory._reach) // ratio + memory.rows
-        return take(self.all, torch.where(group < self.before, group % memory.rows, fresh))
-
-    def keep(self, after: Tensor) -> Tensor:
-        """The buffer to be cached, ``after`` (1 or B, 1) groups being complete."""
-        memory, n = self.memory, self.frame.n
-        place = torch.arange(memory.rows, device=after.device)
-        queue = self._find(after - 1 - (after - 1 - place) % memory.rows)
-        slot = self.seen + n - memory.window  # of the first token in the window
-        # slot s of the tail lies at s % tail
-        place = torch.arange(memory.tail, device=after.device)
-        index = n + (place - slot) % max(memory.tail, 1)
-        return torch.cat([queue, self.stream[:, :, index]], 2)
+    waiting: Tensor
+    tokens: Tensor
+    rows: Tensor

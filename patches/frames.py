@@ -4,14 +4,10 @@ Row memories work in blocks. In a left-padded batch the blocks of two rows lie a
 shifts the rows until they coincide, and back.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as fill
 from torch.nn.functional import scaled_dot_product_attention
-
-from .lse import attention_lse
 
 
 class Frame:
@@ -19,6 +15,16 @@ class Frame:
 
     The *index* of a token counts from the first one that is neither padding nor sink; padding and sinks have negative
     indices. Where no row is padded, all rows are the same and the lists below have one entry.
+
+    Tokens 6 to 9 in blocks of 4, S = 1: row 0 has no padding, so that slot 6 is index 5; row 1 has 3 slots of it, so
+    that slot 6 is index 2. Both begin where their block does.
+
+    >>> frame = Frame(6, 4, [0, 3], sinks=1, unit=4, device=torch.device("cpu"))
+    >>> frame.start, frame.base, frame.size
+    ([5, 2], [4, 0], 8)
+    >>> slots = torch.arange(10).view(1, 1, 10, 1).expand(2, -1, -1, -1)
+    >>> frame.lay(slots, slot=0)[:, 0, :, 0].tolist()  # behind slot 9 anything
+    [[5, 6, 7, 8, 9, 9, 9, 9], [4, 5, 6, 7, 8, 9, 9, 9]]
 
     Attributes:
         start: index of each row's first new token.
@@ -43,6 +49,8 @@ class Frame:
 
     def column(self, values: list[int]) -> Tensor:
         """One number per row as a tensor ``(1 or B, 1)``."""
+        if len(values) == 1:  # filled in, not copied from the host
+            return torch.full((1, 1), values[0], device=self.device)
         return torch.tensor(values, device=self.device)[:, None]
 
     def indices(self, first: int, last: int) -> Tensor:
@@ -105,52 +113,3 @@ def sink_attention(
     k, v = (x.repeat_interleave(groups, 1) for x in (sink_k, sink_v))
     mask = torch.ones(sinks, sinks, dtype=torch.bool, device=q.device).tril()
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale).transpose(1, 2)
-
-
-def blocks_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, dropout: float) -> Tensor:
-    """Softmax attention of blocks of queries, each on keys of its own.
-
-    Args:
-        q: ``(B, N, H, C, D)``.
-        k: ``(B, N, H_kv or H, M, D)``.
-        v: ``(B, N, H_kv, M, D)``.
-        mask: True where a query sees a key, ``(1 or B, 1 or N, C, M)``; every query sees one.
-
-    Returns:
-        ``(B, N * C, H, D)``.
-    """
-    B, N, H, C = q.shape[:4]
-    kv_heads = v.shape[2]
-    q = q.flatten(0, 1).unflatten(1, (kv_heads, -1)).flatten(0, 1)  # (B N H_kv, G, C, D)
-    k = k.flatten(0, 1).unflatten(1, (kv_heads, -1)).flatten(0, 1).expand(-1, q.shape[1], -1, -1)
-    v = v.flatten(0, 2).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
-    if mask.shape[:2] != (1, 1):
-        mask = mask.expand(B, N, -1, -1).flatten(0, 1).repeat_interleave(kv_heads, 0).unsqueeze(1)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-    return out.unflatten(0, (B, N, kv_heads)).permute(0, 1, 4, 2, 3, 5).reshape(B, N * C, H, -1)
-
-
-def joined_attention(parts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], scale: float, dropout: float) -> Tensor:
-    """One token's softmax over keys that lie in several places, none of them copied.
-
-    Args:
-        parts: for each place the queries ``(B, H, 1, D)`` that read it, keys and values ``(B, H_kv, M, D)``, and which
-            of them count ``(1 or B, M)``. In the first part something always counts.
-
-    Returns:
-        ``(B, 1, H, D)``.
-    """
-    outs, sums = [], []
-    for q, k, v, mask in parts:
-        B, kv_heads = k.shape[:2]
-        empty = ~mask.any(-1, keepdim=True)  # no key at all would be NaN: such a part gets a share of 0 instead
-        seen = (mask | empty).expand(B, -1).repeat_interleave(kv_heads, 0)[:, None, None]
-        # the heads of a group as queries of one head: the kernel then reads each key once, not once for every head
-        q = q.squeeze(2).unflatten(1, (kv_heads, -1)).flatten(0, 1).unsqueeze(1)  # (B H_kv, 1, G, D)
-        out, lse = attention_lse(q, k.flatten(0, 1), v.flatten(0, 1), seen, scale, dropout)
-        out, lse = (x.unflatten(0, (B, kv_heads)).flatten(1, 3).unsqueeze(2) for x in (out, lse.unsqueeze(-1)))
-        outs.append(out)
-        sums.append(lse.masked_fill(empty[:, :, None, None], float("-inf")))
-    shares = torch.stack(sums).softmax(0)
-    joined = (torch.stack(outs).to(shares.dtype) * shares).sum(0)
-    return joined.to(outs[0].dtype).transpose(1, 2)

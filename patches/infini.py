@@ -22,10 +22,10 @@ from .rotary import unrotate
 from .step import Step
 
 
-def write_and_read_steps(
+def write_and_read(
     write: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, mass: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The paper's equations 4 to 6, token by token: write, then let the query read.
+    """The paper's equations 4 to 6: token after token is written, then its query reads.
 
     - ``linear``: ``M <- M + k v^T;  z <- z + k``
     - ``delta``: ``M <- M + k (v - k M / (k . z))^T;  z <- z + k``
@@ -40,24 +40,6 @@ def write_and_read_steps(
     Returns:
         ``q M`` ``(R, G, m, D)`` and ``q . z`` ``(R, G, m)``, whose quotient is the reading, and the last M and z.
     """
-    M = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state is None else state
-    z = torch.zeros_like(k[:, :, 0]) if mass is None else mass
-    readings, masses = [], []
-    for t in range(k.shape[2]):
-        key, value = k[:, :, t], v[:, :, t]
-        if write == "delta":
-            known = (key * z).sum(-1, keepdim=True)
-            value = value - (key.unsqueeze(-1) * M).sum(-2) / torch.where(known > 0, known, 1)
-        M, z = M + key.unsqueeze(-1) * value.unsqueeze(-2), z + key
-        readings.append((q[:, :, t, :, None] * M).sum(-2))
-        masses.append((q[:, :, t] * z).sum(-1))
-    return torch.stack(readings, 2), torch.stack(masses, 2), M, z
-
-
-def write_and_read(
-    write: str, q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, mass: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fast form of :func:`write_and_read_steps`; same arguments and results."""
     sums = k.cumsum(2) if mass is None else k.cumsum(2) + mass.unsqueeze(2)  # z after each token
     if write == "linear":
         read, last = linear_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, state, scale=1.0)

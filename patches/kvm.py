@@ -15,9 +15,11 @@ from transformers import initialization as init
 
 from .cache import MemoryCacheLayer, plain_stream
 from .errors import RetrofitError, one_of
-from .frames import Frame, joined_attention, sink_attention
+from .frames import Frame, sink_attention
+from .joined import join, look
 from .kvm_blocks import Rule, attend_blocks, no_rows
-from .kvm_rows import Budget, Schedule, absorb, prepare, read_rows, schedule
+from .kvm_budget import Budget, Schedule, schedule
+from .kvm_rows import absorb, prepare, read_rows
 from .linear import WideLinear, wide
 from .memory import Joined, Kept, Memory
 from .options import Options, above_zero, true_or_false, whole_number
@@ -225,7 +227,7 @@ class KVM(Memory):
         assert step.gates is not None
         layer, now = step.layer, step.now
         rule = Rule(self.schedule, self.temperature, step.scale, 0, self.options.gate_appends, step.dropout)
-        frame = now.frame(self.sinks, self.chunk)
+        frame = now.frame(self.sinks, self.chunk, now.seen, now.new)
         bias = None
         if step.key_bias is not None:
             bias = step.key_bias.to(wide(step.k.dtype)).view(self.kv_heads, 1, -1)
@@ -273,17 +275,17 @@ class KVM(Memory):
         begin = [max(0, (index // self.chunk + 1) * self.chunk - self.window) for index in frame.start]
         slot = step.now.seen - (step.now.seen - torch.arange(self.window, device=device)) % self.window
         near = slot >= frame.column([b + skip for b, skip in zip(begin, frame.skip, strict=True)])
-        mask = torch.cat([near.new_ones(len(near), self.sinks), near], 1)
-        parts = [(step.q, layer.keys, layer.values, mask)]
+        mask = torch.cat([near.new_ones(len(near), self.sinks), near], 1).unsqueeze(1)
+        parts = [look(step.q, layer.keys, layer.values, mask, step.scale, step.dropout)]
         counts = [schedule.rows(n) for n in new]
         if max(counts):
-            at = frame.column(frame.start)
-            moved = keys.queries(step.q, at)
-            warmed = (step.q if moved is None else moved) * rule.temperature.to(step.q.dtype)[:, None, None]
-            row_k, row_v = read_rows(rows.unsqueeze(1), keys, frame.column(begin) - 1)
-            held = torch.arange(rows.shape[2], device=device) < frame.column(counts)
-            parts.append((warmed, row_k[:, 0].to(step.k.dtype), row_v[:, 0].to(step.v.dtype), held))
-        return joined_attention(parts, step.scale, step.dropout)
+            moved = keys.queries(step.q, frame.column(frame.start))
+            q = (step.q if moved is None else moved) * rule.temperature.to(step.q.dtype)[:, None, None]
+            edge = frame.column(begin) - 1
+            row_k, row_v = (x[:, 0].to(step.k.dtype) for x in read_rows(rows.unsqueeze(1), keys, edge))
+            held = (torch.arange(rows.shape[2], device=device) < frame.column(counts)).unsqueeze(1)
+            parts.append(look(q, row_k, row_v, held, step.scale, step.dropout))
+        return join(*parts)
 
 
 def _per_head(gates: Tensor) -> Tensor:

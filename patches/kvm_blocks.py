@@ -1,17 +1,15 @@
 """KVM's attention over many tokens at once: rows change once per chunk, one after the other; all else is batched."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as fill
 
-from .frames import Frame, blocks_attention
-from .kvm_rows import Keys, Schedule, absorb, prepare, read_rows
-
-GATHERED = 2**22  # keys gathered at a time, in elements: bounds the extra memory of the overlapping windows
-GATHERING = 32  # what gathering a key costs, in products of a query with a key
+from .frames import Frame
+from .joined import GATHERED, Part, Place, join, look, look_in_blocks
+from .kvm_budget import Schedule
+from .kvm_rows import Keys, absorb, prepare, read_rows
 
 
 @dataclass
@@ -69,11 +67,43 @@ def attend_blocks(
     Returns:
         The heads ``(B, F, H, D)`` and the rows after the last new token.
     """
-    chunk, window = rule.schedule.chunk, rule.schedule.window
-    count = frame.size // chunk
-    done = [[rule.evicted(start - 1) for start in frame.start]]
-    for j in range(count):
+    near = _near(q, k, v, sink_k, sink_v, rule, frame)
+    far, rows = _far(q, k, v, gates, rows, keys, rule, frame)
+    return (near[0] if far is None else join(near, far)), rows
+
+
+def _near(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, rule: Rule, frame: Frame) -> Part:
+    """What queries see of the sinks and of the window, which begins W tokens before the end of their chunk."""
+    chunk, window, device = rule.schedule.chunk, rule.schedule.window, q.device
+    size = min(frame.size, max(chunk, window // 4 // chunk * chunk))
+    query, sinks = torch.arange(size, device=device)[:, None], sink_k.shape[2]
+    token = torch.arange(window + size - chunk, device=device)  # from W before the end of the block's first chunk
+    seen = (token >= query // chunk * chunk) & (token <= query + window - chunk)
+    sight = torch.cat([seen.new_ones(size, sinks), seen], 1)[None]
+
+    def there(blocks: range) -> Tensor | None:
+        before = chunk - window  # of a block's first token
+        if min(frame.base) + blocks.start * size + before >= 0:
+            return None
+        first = frame.column(frame.base) + torch.arange(blocks.start, blocks.stop, device=device) * size + before
+        begun = token >= -first.unsqueeze(-1)
+        return torch.cat([begun.new_ones(*begun.shape[:2], sinks), begun], -1)
+
+    places = Place(sink_k, sink_v, 0, sinks), Place(k[:, :, chunk:], v[:, :, chunk:], size, window + size - chunk)
+    return look_in_blocks(q, size, places, sight, there, rule.scale, rule.dropout)
+
+
+def _far(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, rows: Tensor, keys: Keys, rule: Rule, frame: Frame
+) -> tuple[Part | None, Tensor]:
+    """What queries see of the rows (None: there are none), and the rows after the last new token."""
+    chunk, window, counts = rule.schedule.chunk, rule.schedule.window, rule.schedule.rows
+    done = [[rule.evicted(start - 1) for start in frame.start]]  # blocks written, before and after each chunk's first
+    for j in range(frame.size // chunk):
         done.append([rule.evicted(min(b + j * chunk, last)) for b, last in zip(frame.base, frame.last, strict=True)])
+    most = counts(max(done[-1]))
+    if not most:
+        return None, rows
     blocks = None
     if done[0] != done[-1]:
         # the block that leaves as chunk j arrives lies W before it
@@ -81,144 +111,31 @@ def attend_blocks(
         k_out, v_out, gates_out = (x[:, :, : frame.size] for x in (k, v, gates))
         blocks = prepare(k_out, v_out, gates_out, index, keys, chunk, rule.gate_appends)
     moved = keys.queries(q, frame.indices(0, frame.size))
-    together = _together(rule.schedule, rule.schedule.rows(max(done[-1])))
-    pieces = []
-    for span in _spans(frame, done, rule.schedule, k.shape[0] * q.shape[1] * k.shape[3], sink_k.shape[2], together):
+    q = (q if moved is None else moved) * rule.temperature.to(q.dtype)[:, None, None]
+    together = max(1, GATHERED // (k.shape[0] * k.shape[1] * k.shape[3] * most))
+    parts = []
+    for first in range(0, frame.size // chunk, together):
+        span = range(first, min(first + together, frame.size // chunk))
         states = []
         for j in span:
             if done[j] != done[j + 1]:
                 assert blocks is not None
-                before, after = ([rule.schedule.rows(n) for n in numbers] for numbers in (done[j], done[j + 1]))
+                before, after = ([counts(n) for n in numbers] for numbers in (done[j], done[j + 1]))
                 active = [x != y for x, y in zip(done[j], done[j + 1], strict=True)]
                 rows = absorb(rows, blocks, j, keys, before, after, active, rule.barred)
             states.append(rows)
-        most, size = rows.shape[2], min(together, len(span)) * chunk
+        most = max(rows.shape[2], 1)
         states = [fill(x, (0, 0, 0, most - x.shape[2])) if x.shape[2] < most else x for x in states]
-        begins = (
-            torch.arange(span.start + 1, span.stop + 1, device=q.device) * chunk - window + frame.column(frame.base)
-        )
-        read = read_rows(torch.stack(states, 1), keys, begins - 1)
-        queries = slice(span.start * chunk, span.stop * chunk)
-        tokens = slice((span.start + 1) * chunk, span.stop * chunk + window)
-        counts = [[rule.schedule.rows(n) for n in done[j + 1]] for j in span]
-        full = min(frame.base) + (span.start + 1) * chunk >= window
-        pieces.append(
-            _attend(
-                q[:, :, queries],
-                None if moved is None else moved[:, :, queries],
-                (sink_k, sink_v),
-                read,
-                (k[:, :, tokens], v[:, :, tokens]),
-                _mask(counts, begins, sink_k.shape[2], most, full, window, chunk, size),
-                size,
-                rule,
-            )
-        )
-    return torch.cat(pieces, 1), rows
-
-
-def _together(schedule: Schedule, rows: int) -> int:
-    """Chunks whose queries share a gathered window, though each then passes over the rows of the others.
-
-    With g chunks a query meets ``W + g (M + C)`` keys and pays its share, one in ``g C``, of gathering them.
-    """
-    best = GATHERING * schedule.window / (schedule.chunk * (rows + schedule.chunk))
-    return max(1, round(best**0.5))
-
-
-def _spans(
-    frame: Frame, done: list[list[int]], schedule: Schedule, width: int, sinks: int, together: int
-) -> Iterator[range]:
-    """Chunks to attend at once: alike in what they see, so that one mask does where it can, and not too many.
-
-    A multiple of ``together`` each, or fewer than that.
-    """
-    chunks = len(done) - 1
-    # the first chunks have no full window yet, those after them no rows
-    sorts = [
-        (min(frame.base) + (j + 1) * schedule.chunk >= schedule.window, min(done[j + 1]) > 0) for j in range(chunks)
-    ]
-    first = 0
-    while first < chunks:
-        alike = next((j for j in range(first, chunks) if sorts[j] != sorts[first]), chunks)
-        held, last = 0, first
-        while last < alike and (last == first or held < GATHERED):
-            step = min(together, alike - last) if last == first or alike - last >= together else alike - last
-            if step < together and last > first:
-                break
-            last += step
-            held += width * (sinks + schedule.window + step * (schedule.chunk + schedule.rows(max(done[last]))))
-        yield range(first, last)
-        first = last
-
-
-def _mask(
-    counts: list[list[int]], begins: Tensor, sinks: int, most: int, full: bool, window: int, chunk: int, size: int
-) -> Tensor:
-    """Which keys queries see: sinks, the rows of their own chunk, and of its window what is not ahead of them.
-
-    Args:
-        counts: rows of each state: for each of ``n`` chunks, of each batch row or of all.
-        begins: index of each chunk's window's first token ``(1 or B, n)``; negative ones are not there.
-        sinks, most: columns of sinks and of one state's rows.
-        full: whether all windows are full.
-        size: queries that share their keys, some chunks' worth.
-
-    Returns:
-        ``(1 or B, 1 or n C / size, size, S + size / C * M + W + size - C)``.
-    """
-    device, together = begins.device, size // chunk
-    query = torch.arange(size, device=device)[:, None]
-    token = torch.arange(window + size - chunk, device=device)
-    state = torch.arange(together, device=device).repeat_interleave(most)
-    near = (token >= query // chunk * chunk) & (token <= query + window - chunk)
-    sight = torch.cat([near.new_ones(size, sinks), state == query // chunk, near], 1)
-    if full and all(count == most for chunk_counts in counts for count in chunk_counts):
-        return sight[None, None]
-    held = torch.arange(most, device=device) < torch.tensor(counts, device=device).T.unsqueeze(-1)
-    begun = token >= -begins[:, ::together].unsqueeze(-1)
-    held = held.unflatten(1, (-1, together)).flatten(2)
-    there = torch.cat([begun.new_ones(*begun.shape[:2], sinks), held, begun], -1)
-    return sight & there.unsqueeze(2)
-
-
-def _attend(
-    q: Tensor,
-    moved: Tensor | None,
-    sinks: tuple[Tensor, Tensor],
-    rows: tuple[Tensor, Tensor],
-    near: tuple[Tensor, Tensor],
-    mask: Tensor,
-    size: int,
-    rule: Rule,
-) -> Tensor:
-    """One softmax over sinks, rows and window for the queries of some chunks, ``size`` of them at a time.
-
-    Args:
-        q: ``(B, H, n C, D)``; ``moved``: as they meet the rows, if otherwise.
-        sinks: keys and values ``(B, H_kv, S, D)``.
-        rows: of each chunk ``(B, n, H_kv, M, D)``.
-        near: of all windows of these chunks ``(B, H_kv, W + (n - 1) C, D)``.
-        mask: see :func:`_mask`.
-
-    Returns:
-        ``(B, n C, H, D)``.
-    """
-    chunk, window = rule.schedule.chunk, rule.schedule.window
-    heads, kv_heads = q.shape[1], near[0].shape[1]
-    wide, count = window + size - chunk, q.shape[2] // size
-    q = q.unflatten(2, (count, size)).transpose(1, 2)
-    sink_k, sink_v = (x.unsqueeze(1).expand(-1, count, -1, -1, -1) for x in sinks)
-    row_k, row_v = (x.unflatten(1, (count, -1)).transpose(2, 3).flatten(3, 4).to(near[0].dtype) for x in rows)
-    near_k, near_v = (x.unfold(2, wide, size).permute(0, 2, 1, 4, 3) for x in near)
-    # a temperature belongs to a query head, so the heads of a group cannot share keys
-    if heads > kv_heads:
-        sink_k, row_k, near_k = (x.repeat_interleave(heads // kv_heads, 2) for x in (sink_k, row_k, near_k))
-    row_k = row_k * rule.temperature.to(row_k.dtype)[:, None, None]
-    if moved is not None:  # twice the channels: the queries as they are meet tokens, the moved ones meet rows
-        D = q.shape[-1]
-        q = torch.cat([q, moved.unflatten(2, (count, size)).transpose(1, 2)], -1)
-        row_k = fill(row_k, (D, 0))
-        sink_k, near_k = fill(sink_k, (0, D)), fill(near_k, (0, D))
-    keys, values = torch.cat([sink_k, row_k, near_k], 3), torch.cat([sink_v, row_v, near_v], 3)
-    return blocks_attention(q, keys, values, mask, rule.scale, rule.dropout)
+        edge = frame.indices(span.start * chunk, span.stop * chunk)[:, ::chunk] + chunk - window - 1
+        row_k, row_v = (x.flatten(0, 1).to(k.dtype) for x in read_rows(torch.stack(states, 1), keys, edge))
+        held = [[counts(n) for n in done[j + 1]] for j in span]
+        mask = None
+        if any(count != most for each in held for count in each):
+            column = torch.arange(most, device=q.device)
+            mask = column < torch.tensor(held, device=q.device).T.unsqueeze(-1)  # (1 or B, n, M)
+            mask = mask.expand(len(q), -1, -1).flatten(0, 1).unsqueeze(1)
+        queries = q[:, :, span.start * chunk : span.stop * chunk].unflatten(2, (-1, chunk)).transpose(1, 2)
+        part = look(queries.flatten(0, 1), row_k, row_v, mask, rule.scale, rule.dropout)
+        parts.append([x.unflatten(0, (-1, len(span))).flatten(1, 2) for x in part])
+    out, lse = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+    return (out, lse), rows

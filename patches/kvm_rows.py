@@ -1,13 +1,11 @@
-"""KVM's rows (Key-Value Means, arXiv 2605.09877): how many there are, how a block of tokens becomes or joins them.
+"""KVM's rows (Key-Value Means, arXiv 2605.09877): how a block of tokens becomes or joins them.
 
 Rows are one tensor ``(B, H_kv, M, 2 D + 4)``: sums of keys and of values, of weights and of weighted indices, and the
 lengths of the key and of the value that founded the row. Writing is then one addition: a token's own such vector to the
 row it founds or joins.
 """
 
-import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -16,61 +14,6 @@ from torch.nn.functional import normalize
 from torch.nn.functional import pad as fill
 
 ROUNDINGS = 64  # likenesses that differ by less, in units of the last place of 1, are equal
-
-
-@dataclass(frozen=True)
-class Budget:
-    """B(e), the rows a head may hold after ``e`` tokens: never fewer than ``rows``.
-
-    Attributes:
-        kind: ``"fixed"``; ``"power_law"``, ``factor * e ** exponent``; or ``"saturating"``, ``N e / (N + e)``.
-        rows: the number itself if fixed, the least otherwise.
-        factor, exponent: of the power law.
-        saturation: N.
-        multiple: growing budgets are rounded down to a multiple of this.
-    """
-
-    kind: str = "fixed"
-    rows: int = 1
-    factor: float = 16.0
-    exponent: float = 0.5
-    saturation: int = 1024
-    multiple: int = 1
-
-    def __call__(self, tokens: int) -> int:
-        if self.kind == "fixed":
-            return self.rows
-        if self.kind == "power_law":
-            allowed = math.floor(self.factor * float(tokens) ** self.exponent)
-        else:
-            allowed = math.floor(self.saturation * tokens / (self.saturation + tokens))
-        return max(self.rows, allowed // self.multiple * self.multiple)
-
-
-class Schedule:
-    """How many rows there are once so many blocks of ``chunk`` tokens have left a window of ``window``.
-
-    The first block founds a row per token. The block ``[b, b + C)`` that leaves when ``e = b + W`` tokens have been
-    seen adds as many as B(e) allows, ``b + C`` in all at most.
-    """
-
-    def __init__(self, budget: Budget, chunk: int, window: int):
-        self.budget, self.chunk, self.window = budget, chunk, window
-        self._counts = [0, chunk]
-
-    def rows(self, blocks: int) -> int:
-        """Rows after ``blocks`` blocks; 0 or fewer blocks leave none."""
-        while len(self._counts) <= blocks:
-            left, now = (len(self._counts) - 1) * self.chunk, self._counts[-1]
-            allowed = min(self.budget(left + self.window), left + self.chunk)
-            self._counts.append(min(max(now, allowed), now + self.chunk))
-        return self._counts[max(blocks, 0)]
-
-
-@lru_cache
-def schedule(budget: Budget, chunk: int, window: int) -> Schedule:
-    """The schedule of these settings, made once."""
-    return Schedule(budget, chunk, window)
 
 
 class Keys(Protocol):
@@ -179,6 +122,17 @@ def absorb(
 
     Returns:
         The new rows, as many as the largest of ``after``.
+
+    One row with key 1 meets tokens with keys 2 and -1, and may become two rows: the second token is least like it and
+    founds one, the first joins it. Sums of keys, of values and of weights are then
+
+    >>> from types import SimpleNamespace
+    >>> plain = SimpleNamespace(written=lambda k, index: k, probe=lambda k: k, address=lambda sums: sums)
+    >>> k = torch.tensor([[[[2.0], [-1.0]]]])
+    >>> blocks = prepare(k, k, torch.ones(1, 1, 2, 1), torch.tensor([[1, 2]]), plain, chunk=2)
+    >>> row = torch.tensor([[[[1.0, 1.0, 1.0, 0.0, 1.0, 1.0]]]])
+    >>> absorb(row, blocks, 0, plain, before=[1], after=[2], active=[True])[0, 0, :, :3].tolist()
+    [[3.0, 3.0, 2.0], [-1.0, -1.0, 1.0]]
     """
     with torch.no_grad():
         target, founds = choose(rows, blocks, number, keys, before, after, barred)

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from .attention import MemoryAttention
-from .modeling import MemoryCausalLM, MemoryModel
+from .causal_lm import MemoryCausalLM
+from .modeling import MemoryModel
 
 
 class RetrofitLlamaConfig(LlamaConfig):
@@ -32,13 +32,7 @@ class RetrofitLlamaForCausalLM(MemoryCausalLM, LlamaForCausalLM):
     """``LlamaForCausalLM`` whose layers forget into a memory."""
 
     config_class = RetrofitLlamaConfig
-
-    def __init__(self, config: Any):
-        LlamaPreTrainedModel.__init__(self, config)  # not LlamaForCausalLM's: it would build the body twice
-        self.model = RetrofitLlamaModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    model_class = RetrofitLlamaModel
 
 
 RetrofitLlamaConfig.register_for_auto_class()

@@ -80,6 +80,8 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        # called directly, the kernel reads a row as if its numbers lay side by side
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         shared = (x.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, *shared, attn_mask=mask, scale=scale)
         ctx.save_for_backward(q, k, v, mask, out, lse)

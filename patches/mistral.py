@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from torch import nn
-from transformers import MistralConfig, MistralForCausalLM, MistralModel, MistralPreTrainedModel
+from transformers import MistralConfig, MistralForCausalLM, MistralModel
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from .attention import MemoryAttention
-from .modeling import MemoryCausalLM, MemoryModel
+from .causal_lm import MemoryCausalLM
+from .modeling import MemoryModel
 
 
 class RetrofitMistralConfig(MistralConfig):
@@ -32,13 +32,7 @@ class RetrofitMistralForCausalLM(MemoryCausalLM, MistralForCausalLM):
     """``MistralForCausalLM`` whose layers forget into a memory."""
 
     config_class = RetrofitMistralConfig
-
-    def __init__(self, config: Any):
-        MistralPreTrainedModel.__init__(self, config)  # not MistralForCausalLM's: it would build the body twice
-        self.model = RetrofitMistralModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    model_class = RetrofitMistralModel
 
 
 RetrofitMistralConfig.register_for_auto_class()

@@ -1,16 +1,12 @@
-"""The model and causal-LM mixins: build the memory, see per call whether a token is evicted, refuse what cannot be."""
+"""The model's body: it builds the memories, and plans each forward pass for all layers."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
 from .cache import MemoryCacheLayer, adopt
@@ -19,62 +15,11 @@ from .errors import RetrofitError
 from .kinds import build_memory
 from .memory import Memory
 from .padding import Starts, find_starts
+from .pretrained import MemoryPreTrained
 from .rotary import Turn, longest_input
 from .step import Pass
 
 logger = logging.get_logger(__name__)
-
-# what the mixins stand in front of: a family's class, known to the type checker as any pretrained model
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel as Host
-else:
-    Host = object
-
-
-# whoever asks whether there is continuous batching (transformers serve does) must find none
-PAGED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
-
-
-class NotThere(RetrofitError, AttributeError):
-    """An attribute that is not there, with a sentence that says why."""
-
-
-class MemoryPreTrained(Host):
-    """What every PreTrainedModel of the tree needs: transformers asks the nearest one how to initialise and to cast."""
-
-    _keep_in_fp32_modules_strict = ["memory"]  # noqa: RUF012
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; tensor parallelism is refused, since a memory is not split by heads."""
-        refuse_tensor_parallel(kwargs)
-        return super().from_pretrained(*args, **kwargs)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if getattr(module, "is_retrofit_memory", False):
-            module.reset_parameters()  # type: ignore[operator]
-            return
-        super()._init_weights(module)
-        rounded = (self.config.memory or {}).get("rotary_dtype")
-        if rounded and hasattr(module, "inv_freq"):
-            for frequencies in (module.inv_freq, module.original_inv_freq):
-                assert isinstance(frequencies, Tensor)
-                init.copy_(frequencies, frequencies.to(getattr(torch, rounded)).to(frequencies.dtype))
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, with the code that runs it beside the weights; all three Auto classes find it."""
-        given = inspect.signature(super().save_pretrained).bind(*args, **kwargs)
-        if given.arguments.get("push_to_hub"):
-            raise RetrofitError("save first, then call push_to_hub(repo_id): the code beside it must be complete")
-        family, prefix = type(self).__module__.rpartition(".")[2], type(self.config).__name__.removesuffix("Config")
-        self.config.auto_map = {
-            "AutoConfig": f"{family}.{prefix}Config",
-            "AutoModel": f"{family}.{prefix}Model",
-            "AutoModelForCausalLM": f"{family}.{prefix}ForCausalLM",
-        }
-        super().save_pretrained(*given.args, **given.kwargs)
-        if given.arguments.get("is_main_process", True):
-            name_every_file(Path(given.arguments["save_directory"]), family)
 
 
 class MemoryModel(MemoryPreTrained):
@@ -214,66 +159,6 @@ class MemoryModel(MemoryPreTrained):
         return self.rotary_emb(torch.empty(0, dtype=torch.float32, device=positions.device), positions)
 
 
-class MemoryCausalLM(MemoryPreTrained):
-    """Mixin in front of a family's causal LM: the public face of a retrofitted model."""
-
-    _is_stateful = True  # transformers then refuses assisted decoding, which would need to take tokens out of a memory
-
-    def memory_off(self) -> Any:
-        """Context manager: inside it the model is its base (the teacher), full attention, bit for bit."""
-        return self.model.memory_off()
-
-    def set_window(self, window: int, sinks: int | None = None) -> None:
-        """Change W (and S) from the next empty cache on; see :meth:`MemoryModel.set_window`."""
-        self.model.set_window(window, sinks)
-
-    def memory_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name and parameter of everything that distillation fits, in the model's order."""
-        for prefix, module in self.named_modules():
-            if getattr(module, "is_retrofit_memory", False):
-                for name, parameter in module.named_parameters():
-                    yield f"{prefix}.{name}", parameter
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, beam search and sampling included."""
-        config = inspect.signature(super().generate).bind(*args, **kwargs).arguments.get("generation_config")
-        config = config or self.generation_config
-        if self.model.memory_enabled and config.is_assistant:
-            raise RetrofitError(
-                "a memory cannot take back what it was given, as an assistant must when its tokens are refused: give "
-                "the base as assistant_model"
-            )
-        implementation = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
-        if self.model.memory_enabled and implementation not in (None, "dynamic", "dynamic_full", "offloaded"):
-            raise RetrofitError(f"cache_implementation={implementation!r} cannot hold a memory: leave it unset")
-        return super().generate(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in PAGED:
-            raise NotThere(
-                "continuous batching keeps a paged cache of its own, which cannot hold a memory: use generate()"
-            )
-        return super().__getattr__(name)
-
-    @property
-    def generate_batch(self) -> Any:
-        raise AttributeError  # from here Python asks __getattr__
-
-    init_continuous_batching = continuous_batching_context_manager = generate_batch
-
-
-def refuse_tensor_parallel(kwargs: dict[str, Any]) -> None:
-    """Refuse the arguments of ``from_pretrained`` that ask for tensor parallelism.
-
-    Raises:
-        RetrofitError: they do.
-    """
-    if kwargs.get("tp_plan") is not None or kwargs.get("tp_size") is not None:
-        raise RetrofitError(
-            "tensor parallelism would split the heads but not the memory: load the model without tp_plan"
-        )
-
-
 def warn_of_length(config: Any, length: int) -> None:
     """Say once that ``length`` tokens are more than the base's positions were made for."""
     longest = longest_input(config)
@@ -281,23 +166,6 @@ def warn_of_length(config: Any, length: int) -> None:
         logger.warning_once(
             f"the input is longer than the {longest} tokens that the base's positions were made for: what follows may "
             "get worse, with the memory and without; a base made for longer inputs, or yarn scaling, would not"
-        )
-
-
-def name_every_file(folder: Path, family: str) -> None:
-    """Let an exported family file import each file beside it.
-
-    Loading from a folder, the first releases of transformers 5 copy only the files which that one names itself, not
-    the files that those need in turn.
-    """
-    entry = folder / f"{family}.py"
-    text = entry.read_text(encoding="utf-8")
-    names = sorted({Path(file).stem for file in get_relative_import_files(entry)})
-    missing = [name for name in names if f"from .{name} " + "import" not in text]
-    if missing:
-        lines = "".join(f"from .{name} " + f"import __name__ as _{name}  # noqa\n" for name in missing)
-        entry.write_text(
-            f"{text}\n# older transformers copy only the files that this one names\n{lines}", encoding="utf-8"
         )
 
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model, Qwen2PreTrainedModel
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from .attention import MemoryAttention
-from .modeling import MemoryCausalLM, MemoryModel
+from .causal_lm import MemoryCausalLM
+from .modeling import MemoryModel
 
 
 class RetrofitQwen2Config(Qwen2Config):
@@ -32,13 +32,7 @@ class RetrofitQwen2ForCausalLM(MemoryCausalLM, Qwen2ForCausalLM):
     """``Qwen2ForCausalLM`` whose layers forget into a memory."""
 
     config_class = RetrofitQwen2Config
-
-    def __init__(self, config: Any):
-        Qwen2PreTrainedModel.__init__(self, config)  # not Qwen2ForCausalLM's: it would build the body twice
-        self.model = RetrofitQwen2Model(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    model_class = RetrofitQwen2Model
 
 
 RetrofitQwen2Config.register_for_auto_class()

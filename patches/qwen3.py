@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model, Qwen3PreTrainedModel
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from .attention import MemoryAttention
-from .modeling import MemoryCausalLM, MemoryModel
+from .causal_lm import MemoryCausalLM
+from .modeling import MemoryModel
 
 
 class RetrofitQwen3Config(Qwen3Config):
@@ -38,13 +39,7 @@ class RetrofitQwen3ForCausalLM(MemoryCausalLM, Qwen3ForCausalLM):
     """``Qwen3ForCausalLM`` whose layers forget into a memory."""
 
     config_class = RetrofitQwen3Config
-
-    def __init__(self, config: Any):
-        Qwen3PreTrainedModel.__init__(self, config)  # not Qwen3ForCausalLM's: it would build the body twice
-        self.model = RetrofitQwen3Model(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    model_class = RetrofitQwen3Model
 
 
 RetrofitQwen3Config.register_for_auto_class()

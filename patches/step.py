@@ -133,11 +133,11 @@ class Pass:
         written = None if self.pad is None else self.slots(start, count) >= self.pad[:, None] + sinks
         return Evicted(first, start, count, written)
 
-    def frame(self, sinks: int, unit: int) -> Frame:
-        """The tokens' places in blocks of ``unit`` tokens, counted from behind the sinks."""
+    def frame(self, sinks: int, unit: int, start: int, count: int) -> Frame:
+        """``count`` tokens from slot ``start`` on in blocks of ``unit`` tokens, counted from behind the sinks."""
         pads = list(self.starts.pads)
-        make = lambda: Frame(self.seen, self.new, pads, sinks, unit, self.device)  # noqa: E731
-        return self.once(("frame", sinks, unit), make)
+        make = lambda: Frame(start, count, pads, sinks, unit, self.device)  # noqa: E731
+        return self.once(("frame", sinks, unit, start), make)
 
 
 @dataclass

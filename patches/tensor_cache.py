@@ -15,50 +15,26 @@ from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
 from .kernels import gated_delta_rule, linear_attention
-from .linear import WideLinear, wide
+from .linear import WideLinear, unit, wide
 from .memory import Joined, Kept
 from .options import above_zero, true_or_false, whole_number
 from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token
 from .step import Step
 
-UNIT_EPS = 1e-5  # beside the length of a key or query that is normalised
 LOGITS = 10.0  # lambda and eta stay between sigmoid(-10) and sigmoid(10)
 GATE = -2.0  # initial logit of the gate of a layer
 TIMESCALES = {"fast": (0.995, 0.05), "slow": (0.9995, 0.01)}  # initial decay and writing strength
 
 
-def write_and_read_steps(
-    rule: str, q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The paper's recurrences, token by token (eq. 4 to 6): write the token, then let the query read.
-
-    - ``outer``: ``A <- lambda A + eta k v^T``
-    - ``delta``: ``A <- lambda A + eta k (v - k A)^T``, the error against the state before its decay
-    - ``wedge``: ``A <- lambda A + eta (k v^T - v k^T)``
-
-    Args:
-        rule: one of ``RULES``.
-        q: queries ``(R, G, m, D)``, G of them read each state.
-        k, v: keys and values ``(R, 1, m, D)``.
-        strength: eta ``(R, 1, m)``; 0 writes nothing.
-        log_decay: log of lambda ``(R, 1, m)``; 0 where nothing is written.
-        state: A before the first token ``(R, 1, D, D)``, keys by values; None means zero.
-
-    Returns:
-        The readings ``q A`` ``(R, G, m, D)`` and the last state.
-    """
-    A = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state is None else state
-    readings = []
-    for t in range(k.shape[2]):
-        key, value = k[:, :, t, :, None], v[:, :, t, None, :]
-        if rule == "delta":
-            value = value - (key * A).sum(-2, keepdim=True)
-        write = key * value
-        if rule == "wedge":
-            write = write - write.transpose(-1, -2)
-        A = log_decay[:, :, t, None, None].exp() * A + strength[:, :, t, None, None] * write
-        readings.append((q[:, :, t, :, None] * A).sum(-2))
-    return torch.stack(readings, 2), A
+# The paper's recurrences (eq. 4 to 6): token after token is written, then its query reads ``q A``.
+#
+#     outer   A <- lambda A + eta k v^T
+#     delta   A <- lambda A + eta k (v - k A)^T, the error against the state before its decay
+#     wedge   A <- lambda A + eta (k v^T - v k^T)
+#
+# q (R, G, m, D), G of them read each state; k and v (R, 1, m, D); strength, eta (R, 1, m), 0 writes nothing; log_decay,
+# log of lambda (R, 1, m), 0 where nothing is written; state, A before the first token (R, 1, D, D), keys by values, or
+# None. They return the readings (R, G, m, D) and the last state.
 
 
 def _linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -87,7 +63,6 @@ def _delta(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor,
     return read.transpose(1, 2), last
 
 
-# the fast form of each rule; arguments and results as write_and_read_steps
 RULES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"outer": _outer, "delta": _delta, "wedge": _wedge}
 
 
@@ -228,8 +203,8 @@ class TensorCache(UngatedMemory):
         if options.rule == "wedge" or options.slots > 1:  # the others see nothing but distances
             q, k = from_first_token(step, q), from_first_token(step, k)
         q = q.unflatten(1, (self.kv_heads, -1))  # (B, H_kv, G, m, D)
-        q = _unit(q) if options.normalize_queries else q
-        k = _unit(k) if options.normalize_keys else k
+        q = unit(q) if options.normalize_queries else q
+        k = unit(k) if options.normalize_keys else k
         chosen, weights = self._route(q, k)
         if pairs.written is not None:
             chosen = chosen * pairs.written[:, None, None, None]
@@ -260,21 +235,17 @@ class TensorCache(UngatedMemory):
         """
         if self.options.slots == 1:
             return k.new_ones(*k.shape[:2], 1, 1, k.shape[2]), None
-        slot_keys = _unit(self.slot_keys.to(k.dtype))
+        slot_keys = unit(self.slot_keys.to(k.dtype))
         scale = 1 / (math.sqrt(self.head_dim) * self.options.temperature)
-        likely = (torch.einsum("bhmd,hsd->bhsm", _unit(k), slot_keys) * scale).softmax(2)
+        likely = (torch.einsum("bhmd,hsd->bhsm", unit(k), slot_keys) * scale).softmax(2)
         hard = torch.zeros_like(likely).scatter(2, likely.argmax(2, keepdim=True), 1.0)
         chosen = hard + (likely - likely.detach())
-        top = (torch.einsum("bhgmd,hsd->bhsgm", _unit(q), slot_keys) * scale).topk(self.options.top_k, 2)
+        top = (torch.einsum("bhgmd,hsd->bhsgm", unit(q), slot_keys) * scale).topk(self.options.top_k, 2)
         weights = q.new_zeros(*q.shape[:2], self.options.slots, *q.shape[2:4])
         return chosen.unsqueeze(3), weights.scatter(2, top.indices, top.values.softmax(2))
 
     def join(self, local: Tensor, read: Tensor) -> Joined:
         return local, (self.W_tc(read.flatten(2)) * self.gate.to(read.dtype).sigmoid()).to(local.dtype)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + UNIT_EPS)
 
 
 def _folded(state: Tensor | None) -> Tensor | None:

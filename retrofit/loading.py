@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from patches.errors import RetrofitError
-from patches.modeling import refuse_tensor_parallel
+from patches.pretrained import refuse_tensor_parallel
 
 from .families import find_family
 from .gguf import locate, name_source, unquantised

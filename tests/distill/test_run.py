@@ -24,6 +24,7 @@ from distill.recipe import Recipe
 from distill.resume import last_whole
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS
+from retrofit.convert import published_name
 from tests.retrofit.test_convert import published, write_published
 
 MakeBase = Callable[..., PreTrainedModel]
@@ -304,7 +305,7 @@ def test_a_run_goes_on_from_published_ahn_weights(recipe: Recipe, tmp_path: Path
     ours = load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
     assert len(ours) == len(theirs) - 2  # the unused D of each layer
     for name, tensor in ours.items():
-        key = name.removeprefix("base_model.model.").replace(".self_attn.memory.", ".ahn.fn.")
+        key = published_name("ahn-gdn", name.removeprefix("base_model.model."))
         torch.testing.assert_close(tensor, theirs[key].float(), rtol=0, atol=1e-6)
 
 

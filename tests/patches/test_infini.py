@@ -10,11 +10,12 @@ from torch.nn.functional import elu
 
 import retrofit
 from patches.errors import RetrofitError
-from patches.infini import InfiniAttention, write_and_read, write_and_read_steps
+from patches.infini import InfiniAttention, write_and_read
 from patches.on_window import WindowOnly
 from patches.rotary import rotate
 from tests.conftest import tiny_base
 from tests.helpers import awake, close, feed, tokens
+from tests.patches import readable
 from tests.patches.steps import make_step, rotary
 
 CONFIG = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=16, head_dim=8)
@@ -47,10 +48,10 @@ def test_fast_forms_are_the_equations(write: str, length: int, continued: bool) 
     k[0, :, :5] = 0
     before: Any = (None, None)
     if continued:
-        *_, state, mass = write_and_read_steps(write, q[:, :, :9], k[:, :, :9], v[:, :, :9])
+        *_, state, mass = readable.infini(write, q[:, :, :9], k[:, :, :9], v[:, :, :9])
         q, k, v, before = q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], (state, mass)
     for ours, theirs in zip(
-        write_and_read(write, q, k, v, *before), write_and_read_steps(write, q, k, v, *before), strict=True
+        write_and_read(write, q, k, v, *before), readable.infini(write, q, k, v, *before), strict=True
     ):
         close(ours, theirs)
 

@@ -11,7 +11,8 @@ import retrofit
 from patches.errors import RetrofitError
 from patches.kvm import KVM
 from patches.kvm_blocks import Rule
-from patches.kvm_rows import Budget, Schedule, absorb, choose, prepare
+from patches.kvm_budget import Budget, Schedule
+from patches.kvm_rows import absorb, choose, prepare
 from tests.helpers import awake, close, feed, left_mask, logits, tokens
 from tests.helpers import positions as positions_of
 from tests.patches.kvm_paper import LayerNormKeys, kvm_attention
@@ -184,6 +185,17 @@ def test_the_window_saw_tooths():
         differs = (memory.attend(step)[0] - before).abs().amax((0, 2, 3)) > 1e-12
         step.v[:, :, token] -= 1
         assert differs.nonzero().flatten().tolist() == list(range(token, last + 1))
+
+
+@torch.no_grad()
+def test_long_prompts_go_block_by_block(make_base, monkeypatch):
+    model = awake(make_base("Qwen2").double(), "kvm", 8, 2, chunk=2, budget="power_law", factor=1.0)
+    ids = tokens(2, 60)
+    expected = logits(model, ids)
+    for gathered in (1, 5000):
+        for module in ("joined", "kvm_blocks"):
+            monkeypatch.setattr(f"patches.{module}.GATHERED", gathered)
+        close(logits(model, ids), expected)
 
 
 def test_gate_and_temperature_start_neutral_and_learn(make_base):

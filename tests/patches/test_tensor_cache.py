@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 import retrofit
 from patches.errors import RetrofitError
 from patches.population import Pairs
-from patches.tensor_cache import RULES, TensorCache, write_and_read_steps
+from patches.tensor_cache import RULES, TensorCache
 from tests.conftest import tiny_base
 from tests.helpers import awake, close, feed, logits, tokens
+from tests.patches import readable
 from tests.patches.steps import make_step
 
 CONFIG = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=16, head_dim=8)
@@ -53,7 +54,7 @@ def test_reads_and_states_are_the_references(rule: str, unit: bool, oracle: dict
     k = k / (k.norm(dim=-1, keepdim=True) + 1e-5) if unit else k
     q, k, v = q[:, :, window:], k[:, None, :-window], v[:, None, :-window]
     eta, lam = (oracle[name][:, None, None].expand(k.shape[:3]) for name in ("eta", "lam"))
-    for form in (RULES[rule], lambda *rest: write_and_read_steps(rule, *rest)):
+    for form in (RULES[rule], lambda *rest: readable.tensor_cache(rule, *rest)):
         read, state = form(q, k, v, eta, lam.log(), None)
         suffix = f"{rule}_write_read{'_normk' if unit else ''}"
         close(read.flatten(0, 1), oracle[f"r_{suffix}"][:, window:])
@@ -87,7 +88,7 @@ def test_fast_forms_are_the_equations(rule: str, length: int) -> None:
     # what the wedge rule keeps is not its A but the A of the outer rule, whose transpose is subtracted
     state = torch.randn(3, 1, 8, 8, dtype=torch.float64)
     A = state - state.transpose(-1, -2) if rule == "wedge" else state
-    expected, last = write_and_read_steps(rule, q, k, v, strength, log_decay, A)
+    expected, last = readable.tensor_cache(rule, q, k, v, strength, log_decay, A)
     read, state = RULES[rule](q, k, v, strength, log_decay, state)
     close(read, expected)
     close(state - state.transpose(-1, -2) if rule == "wedge" else state, last)
@@ -96,7 +97,7 @@ def test_fast_forms_are_the_equations(rule: str, length: int) -> None:
 def by_hand(memory: TensorCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What is added ``(n, E)`` for one row of ``q`` (4, n, 8), ``k``, ``v`` (2, n, 8), token by token."""
     o, n, W, S = memory.options, q.shape[1], memory.window, memory.sinks
-    unit = lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-5)  # noqa: E731
+    unit = lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()  # noqa: E731
     names = ("fast", "slow")[: 1 + o.two_timescale]
     A = {name: torch.zeros(2, o.slots, 8, 8, dtype=q.dtype) for name in names}
     z = {name: torch.zeros(2, o.slots, 8, dtype=q.dtype) for name in names}

@@ -117,3 +117,11 @@ def test_dropout_leaves_the_normaliser_alone() -> None:
     kept, dropped = (decode_attention(*rows, scale=SCALE, dropout=p, lse=True) for p in (0.0, 0.5))
     torch.testing.assert_close(kept[1], dropped[1], atol=1e-12, rtol=0)
     assert not torch.allclose(kept[0], dropped[0])
+
+
+def test_keys_that_do_not_lie_in_one_piece() -> None:
+    q, k, v = (torch.randn(3, *shape, dtype=torch.float64) for shape in ((2, 5, 8), (7, 8), (7, 8)))
+    expected = attention_lse(q, k, v, None, 0.3)
+    apart = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v))
+    for ours, theirs in zip(attention_lse(*apart, None, 0.3), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)

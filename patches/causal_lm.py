@@ -1,0 +1,75 @@
+"""The causal LM: what users call on a retrofitted model, and what generation must not ask of a memory."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .errors import RetrofitError
+from .pretrained import MemoryPreTrained
+
+# whoever asks whether there is continuous batching (transformers serve does) must find none
+PAGED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+
+
+class NotThere(RetrofitError, AttributeError):
+    """An attribute that is not there, with a sentence that says why."""
+
+
+class MemoryCausalLM(MemoryPreTrained):
+    """Mixin in front of a family's causal LM: the public face of a retrofitted model; ``model_class`` is its body."""
+
+    model: Any
+    model_class: type[nn.Module]
+    _is_stateful = True  # transformers then refuses assisted decoding, which would need to take tokens out of a memory
+
+    def __init__(self, config: Any):
+        PreTrainedModel.__init__(self, config)  # not the family's: it would build the body twice
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def memory_off(self) -> Any:
+        """Context manager: inside it the model is its base (the teacher), full attention, bit for bit."""
+        return self.model.memory_off()
+
+    def set_window(self, window: int, sinks: int | None = None) -> None:
+        """Change W (and S) from the next empty cache on; see :meth:`MemoryModel.set_window`."""
+        self.model.set_window(window, sinks)
+
+    def memory_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name and parameter of everything that distillation fits, in the model's order."""
+        for prefix, module in self.named_modules():
+            if getattr(module, "is_retrofit_memory", False):
+                for name, parameter in module.named_parameters():
+                    yield f"{prefix}.{name}", parameter
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, beam search and sampling included."""
+        config = inspect.signature(super().generate).bind(*args, **kwargs).arguments.get("generation_config")
+        config = config or self.generation_config
+        if self.model.memory_enabled and config.is_assistant:
+            raise RetrofitError(
+                "a memory cannot take back what it was given, as an assistant must when its tokens are refused: give "
+                "the base as assistant_model"
+            )
+        implementation = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
+        if self.model.memory_enabled and implementation not in (None, "dynamic", "dynamic_full", "offloaded"):
+            raise RetrofitError(f"cache_implementation={implementation!r} cannot hold a memory: leave it unset")
+        return super().generate(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PAGED:
+            raise NotThere(
+                "continuous batching keeps a paged cache of its own, which cannot hold a memory: use generate()"
+            )
+        return super().__getattr__(name)
+
+    @property
+    def generate_batch(self) -> Any:
+        raise AttributeError  # from here Python asks __getattr__
+
+    init_continuous_batching = continuous_batching_context_manager = generate_batch

@@ -1,0 +1,113 @@
+"""One softmax over keys that lie in several places: each place is looked at by itself, none is copied to another."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .lse import attention_lse
+
+GATHERED = 2**22  # keys gathered at a time, in elements: bounds the extra memory of overlapping blocks
+
+# what queries see in one place (N, n, H, D), and the log-sum-exp of their logits there (N, n, H)
+Part = tuple[Tensor, Tensor]
+
+
+def look(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Part:
+    """Attention in one place, of which a query may see nothing: its log-sum-exp is then -inf.
+
+    Args:
+        q: ``(N, H, n, D)``.
+        k, v: ``(N, H_kv, m, D)``.
+        mask: True where a query sees a key, ``(1 or N, n, m)``; None: everywhere.
+    """
+    kv_heads, n = k.shape[1], q.shape[2]
+    q = q.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # (N H_kv, G, n, D)
+    nothing = None
+    if mask is not None:
+        nothing = ~mask.any(-1, keepdim=True)  # no key at all would be NaN
+        mask = (mask | nothing).unsqueeze(1)
+        if len(mask) > 1:
+            mask = mask.repeat_interleave(kv_heads, 0)
+    if n == 1:  # the heads of a group as queries of one head: the kernel then reads each key once, not once for each
+        q = q.transpose(1, 2)
+    out, lse = attention_lse(q, k.flatten(0, 1), v.flatten(0, 1), mask, scale, dropout)
+    if n == 1:
+        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    out, lse = (x.unflatten(0, (-1, kv_heads)).flatten(1, 2).transpose(1, 2) for x in (out, lse))
+    return out, lse if nothing is None else lse.masked_fill(nothing, float("-inf"))
+
+
+def join(*parts: Part) -> Tensor:
+    """What one softmax over all places gives ``(N, n, H, D)``; in the first one a query always sees something.
+
+    Two places with logits (0, 0) and (0): every key weighs a third, so the shares of the places are 2/3 and 1/3.
+
+    >>> first, second = torch.tensor([[[[3.0]]]]), torch.tensor([[[[6.0]]]])
+    >>> join((first, torch.tensor([[[2.0]]]).log()), (second, torch.tensor([[[1.0]]]).log())).item()
+    4.0
+    """
+    shares = torch.stack([lse for _, lse in parts]).softmax(0).unsqueeze(-1)
+    joined = sum(out * share for (out, _), share in zip(parts, shares, strict=True))
+    return joined.to(parts[0][0].dtype)
+
+
+class Place(NamedTuple):
+    """Keys that blocks of queries slide over: block j sees ``width`` of them from ``j * step`` on.
+
+    Attributes:
+        k, v: ``(B, H_kv, L, D)``; what lies behind the last is zero.
+    """
+
+    k: Tensor
+    v: Tensor
+    step: int
+    width: int
+
+
+def look_in_blocks(
+    q: Tensor,
+    size: int,
+    places: Sequence[Place],
+    sight: Tensor,
+    there: Callable[[range], Tensor | None],
+    scale: float,
+    dropout: float,
+) -> Part:
+    """:func:`look` for many queries, ``size`` at a time, each block with its own stretch of every place.
+
+    Args:
+        q: ``(B, H, F, D)``.
+        sight: which keys the queries of a block see if they are there, ``(1, size, keys)``.
+        there: for some blocks, which of their keys are there ``(1 or B, blocks, keys)``; None: all.
+
+    Returns:
+        Both for ``(B, F, H)``.
+    """
+    length, extra = q.shape[2], -q.shape[2] % size
+    q = pad(q, (0, 0, 0, extra)).unflatten(2, (-1, size)).transpose(1, 2)  # (B, blocks, H, size, D)
+    k = places[0].k
+    together = max(1, GATHERED // (k.shape[0] * k.shape[1] * k.shape[3] * sight.shape[2]))
+    parts = []
+    for first in range(0, q.shape[1], together):
+        blocks = range(first, min(first + together, q.shape[1]))
+        keys = torch.cat([_gather(place.k, place, blocks) for place in places], 3).flatten(0, 1)
+        values = torch.cat([_gather(place.v, place, blocks) for place in places], 3).flatten(0, 1)
+        held = there(blocks)
+        mask = sight if held is None else (sight & held.unsqueeze(2)).expand(len(q), -1, -1, -1).flatten(0, 1)
+        part = look(q[:, blocks.start : blocks.stop].flatten(0, 1), keys, values, mask, scale, dropout)
+        parts.append([x.unflatten(0, (-1, len(blocks))).flatten(1, 2) for x in part])
+    out, lse = (torch.cat(x, 1)[:, :length] for x in zip(*parts, strict=True))
+    return out, lse
+
+
+def _gather(x: Tensor, place: Place, blocks: range) -> Tensor:
+    """The keys of each block ``(B, blocks, H_kv, width, D)``."""
+    if not place.step:
+        return x.unsqueeze(1).expand(-1, len(blocks), -1, -1, -1)
+    first, length = blocks.start * place.step, (len(blocks) - 1) * place.step + place.width
+    x = x[:, :, first : first + length]
+    x = pad(x, (0, 0, 0, length - x.shape[2]))
+    return x.unfold(2, place.width, place.step).permute(0, 2, 1, 4, 3)

@@ -65,6 +65,7 @@ class ExpectedAttention(WindowOnly):
     """
 
     kind = "expected"
+    writes_back = False
     joins_window = True
     calibrates = True
     Options = ExpectedOptions

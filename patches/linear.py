@@ -13,7 +13,7 @@ NORM_EPS = 1e-5  # of the RMSNorm after the read
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """float32, or float64 where the model itself is: what states and gates are in."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32  # promote_types is dispatched like an operation
 
 
 def unit(x: Tensor) -> Tensor:

@@ -13,14 +13,13 @@ from transformers import DynamicCache
 
 import retrofit
 from patches.kinds import KINDS
-from patches.on_window import WindowOnly
 
 ROOT = Path(__file__).parents[1]
 W, S = 8, 2
 
 TRAINABLE = [name for name, kind in KINDS.items() if kind.trainable]
 # sinks + window, and a memory that adds nothing until it was trained; the others (row memories) are visible at once
-ON_A_WINDOW = [name for name, kind in KINDS.items() if issubclass(kind, WindowOnly) and name != "expected"]
+ON_A_WINDOW = [name for name, kind in KINDS.items() if kind.writes_back]
 
 # bases unlike the default one (2 query heads to a key head of 16, no biases but Qwen2's, untied)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

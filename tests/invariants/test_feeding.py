@@ -126,6 +126,6 @@ def test_in_half_precision(partner: PreTrainedModel, kind: str, dtype: torch.dty
             out, cache = (logits(model, ids), None) if sizes is None else feed(model, ids, sizes)
         assert out.dtype == dtype
         close(out.float(), whole, tolerance)
-    for name, tensor in cache.layers[0].state.items():
-        # compressive's rows are keys and values like those in the window
-        assert tensor.dtype.itemsize >= 4 or (kind, name) in (("compressive", "keys"), ("compressive", "values"))
+    # what grows by sums is in float32 or wider; rows that are keys and values may be as those in the window are
+    if KINDS[kind].writes_back or kind == "kvm":
+        assert all(tensor.dtype.itemsize >= 4 for tensor in cache.layers[0].state.values())

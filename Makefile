@@ -18,10 +18,10 @@ VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-kernels test-vllm gpu fuzz lint format clean
+.PHONY: help setup demo real test test-kernels test-vllm gpu fuzz lint format clean
 
 help:
-	@echo "make demo | test | test-kernels | test-vllm | gpu | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
+	@echo "make demo | real | test | test-kernels | test-vllm | gpu | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
 
 setup: $(READY)
 
@@ -54,6 +54,10 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) "$(VLLM)" pytest --editable .
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
+
+# SmolLM2-135M and texts out of packages: what each memory is worth on a real language model, for equal bytes
+real: $(READY)
+	$(BIN)/python -m distill.demo.real --output runs/real
 
 # on a GPU: are the kernels right, and how fast is what, in ten minutes; without one a dry run, seconds
 gpu: $(READY)

@@ -31,9 +31,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def write_checksums(checkpoint: Path) -> None:
-    """SHA-256 of every file in it."""
-    files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
-    write_json(checkpoint / CHECKSUMS, {str(file.relative_to(checkpoint)): _sha256(file) for file in files})
+    """SHA-256 of every file in it but the one that is written here."""
+    listing = checkpoint / CHECKSUMS
+    files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file != listing)
+    write_json(listing, {str(file.relative_to(checkpoint)): _sha256(file) for file in files})
 
 
 def damage(checkpoint: Path) -> str:
@@ -43,6 +44,8 @@ def damage(checkpoint: Path) -> str:
     """
     try:
         expected = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))
+        if not isinstance(expected, dict):
+            raise ValueError
         if not (STATE in expected and WEIGHTS in expected and (OPTIMIZER in expected or ENGINE in expected)):
             raise ValueError
     except FileNotFoundError:

@@ -214,7 +214,7 @@ class _Fit:
 
         Args:
             engine: DeepSpeed's configuration.
-            begin: called right before the first step.
+            begin: called when nothing can be refused any more, right before the first step if there is one.
 
         Raises:
             KeyboardInterrupt: asked to stop; a checkpoint was written.
@@ -222,6 +222,7 @@ class _Fit:
         recipe, checkpoint = self.recipe, self.checkpoint
         done = step_of(checkpoint) if checkpoint else 0
         if checkpoint is not None and done >= recipe.steps:
+            begin()
             load_memory_weights(self.model.to(self.processes.device), checkpoint / WEIGHTS)
             if recipe.lora:
                 load_lora(self.model, checkpoint / LORA)

@@ -43,11 +43,14 @@ class ExpectedOptions(Options):
         rows: tokens kept per key/value head. None: as many as fill the bytes of an AHN state, ``H D^2`` elements.
         bits: of a number of a kept key or value: 16 (the model's own dtype, as it is), 8 or 4.
         horizon: over how many positions beyond the window future queries are expected.
+        tilt: what a token's score gains for each position that it comes later, at least 0. A large one (1e6) keeps the
+            most recent tokens: a longer window, in few bits if so chosen.
     """
 
     rows: int | None = None
     bits: int = 16
     horizon: int = 512
+    tilt: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rows is not None:
@@ -55,6 +58,8 @@ class ExpectedOptions(Options):
         if self.bits not in BITS:
             raise RetrofitError(f"bits={self.bits!r}: use 16 (the model's own dtype), 8 or 4")
         whole_number("horizon", self.horizon)
+        if isinstance(self.tilt, bool) or not isinstance(self.tilt, int | float) or not 0 <= self.tilt < math.inf:
+            raise RetrofitError(f"tilt={self.tilt!r}: give a number, 0 or more")
 
 
 class ExpectedAttention(WindowOnly):
@@ -203,7 +208,7 @@ class ExpectedAttention(WindowOnly):
         dtype = wide(k.dtype)
         turn = tuple(x.to(dtype) for x in step.now.turn_of_slots(gone.start, gone.count))
         plain = unrotate(k.to(dtype), *turn)
-        score = self.score(plain, v, step)
+        score = self.score(plain, v, step) + self.options.tilt * self._arrival(step, gone).to(dtype).unsqueeze(1)
         if gone.written is not None:
             score = score.masked_fill(~gone.written.unsqueeze(1), EMPTY)
         new = self._rows(k, plain, v, score, step, gone)
@@ -220,6 +225,11 @@ class ExpectedAttention(WindowOnly):
             held = {name: pick(x, choice.kept) for name, x in candidates.items()}
         state.update(held)
         return torch.cat([local[:, : gone.first], *pieces], 1), None
+
+    def _arrival(self, step: Step, gone: Evicted) -> Tensor:
+        """Index of each evicted token in its own text ``(1 or B, count)``."""
+        slots = step.now.slots(gone.start, gone.count)
+        return slots[None] if step.now.pad is None else slots - step.now.pad[:, None]
 
     def _rows(self, k: Tensor, plain: Tensor, v: Tensor, score: Tensor, step: Step, gone: Evicted) -> Rows:
         """Evicted tokens in the form in which they are kept, every tensor ``(B, H_kv, count, ...)``."""

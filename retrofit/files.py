@@ -38,8 +38,8 @@ def check_output(
         raise RetrofitError(
             f"{path} already holds something: choose another folder or pass --overwrite (overwrite=True)"
         )
-    folders = [Path(read) for read in data]
-    for read in [*map(Path, inputs), *folders]:
+    folders = [at_home(read) for read in data]
+    for read in [*(at_home(read) for read in inputs), *folders]:
         if read.exists() and read.resolve().is_relative_to(path.resolve()):
             raise RetrofitError(f"{path} is or contains {read}, which is an input: choose another output folder")
     for read in folders:
@@ -60,9 +60,14 @@ def check_file(path: str | Path, inputs: Iterable[str | Path | None] = ()) -> No
     path = Path(path)
     if _writable(path, "file") == path and path.is_dir():
         raise RetrofitError(f"{path} is a folder: choose another file")
-    for read in (Path(read) for read in inputs if read is not None):
+    for read in (at_home(read) for read in inputs if read is not None):
         if path.exists() and read.exists() and path.resolve().is_relative_to(read.resolve()):
             raise RetrofitError(f"{path} is or belongs to {read}, which is an input: choose another file")
+
+
+def at_home(path: str | Path) -> Path:
+    """``path`` with a leading ~ replaced by the home folder; as it is where there is no such user."""
+    return Path(os.path.expanduser(path))  # that of pathlib raises
 
 
 def _writable(path: Path, what: str) -> Path:

@@ -1,6 +1,7 @@
 """A base's fingerprint: enough to tell that an adapter was made for another model, small enough for its config."""
 
 import base64
+import logging
 from typing import Any
 
 import torch
@@ -8,6 +9,9 @@ import torch
 from patches.errors import RetrofitError
 
 from .families import base_type
+from .quantised import numbers
+
+logger = logging.getLogger(__name__)
 
 # configuration fields that change what the base computes
 FIELDS = (
@@ -38,7 +42,9 @@ def fingerprint(model: Any) -> dict[str, Any]:
     """
     config = {"model_type": base_type(model.config), **{name: getattr(model.config, name, None) for name in FIELDS}}
     raw = _samples(model).view(torch.uint8).numpy().tobytes()
-    return {"config": config, "samples": base64.b64encode(raw).decode()}
+    found = {"config": config, "samples": base64.b64encode(raw).decode()}
+    method = getattr(model, "quantization_method", None)
+    return found if method is None else {**found, "quantised": method.value}
 
 
 def difference(expected: dict[str, Any], model: Any) -> str:
@@ -58,6 +64,13 @@ def difference(expected: dict[str, Any], model: Any) -> str:
     ours = _decode(found["samples"])
     if theirs.shape != ours.shape:
         return "its weights are not the same ones"
+    was, now = (given.get("quantised") or "not quantised" for given in (expected, found))
+    if was != now:
+        logger.warning(
+            f"the adapter was fitted to a base that was {was} and this one is {now}: its weights are not compared, and "
+            "the memory reads slightly other keys than those it was fitted to"
+        )
+        return ""
     theirs, ours = theirs.view(-1, SAMPLES), ours.view(-1, SAMPLES)
     # a float16 copy differs by one step of bfloat16 in a value of sixteen (rounded twice), and flushes what is tiny
     far = (theirs - ours).abs() > 1.01 * ULP * theirs.abs() + 1e-4 * (theirs.abs() < 1e-4)
@@ -77,7 +90,7 @@ def _samples(model: Any) -> torch.Tensor:
     for name, parameter in sorted(named.items()):
         if ".memory." in name or ".lora_" in name:
             continue
-        flat = parameter.detach().flatten()
+        flat = numbers(parameter.detach()).flatten()
         index = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64).long()
         picked.append(flat[index.to(flat.device)].to("cpu", torch.bfloat16))
     return torch.cat(picked)

@@ -13,6 +13,7 @@ from patches.kinds import find_kind
 
 from .families import find_family, is_retrofit
 from .loading import load_base
+from .quantised import METHODS
 
 MOST = 10  # times the base's parameters: an adapter that asks for more was damaged, or worse
 
@@ -65,8 +66,12 @@ def patch(
     family = find_family(base.config)
     if type(base).__name__.removeprefix("Retrofit") != family.causal_lm.__name__.removeprefix("Retrofit"):
         raise RetrofitError(f"{type(base).__name__} is not a plain causal LM: load the base with AutoModelForCausalLM")
-    if getattr(base, "hf_quantizer", None) is not None:
-        raise RetrofitError("quantised bases are not supported yet: load the base in bfloat16 or float32")
+    quantiser = getattr(base, "hf_quantizer", None)
+    if quantiser is not None and base.quantization_method.value not in METHODS:
+        raise RetrofitError(
+            f"a base quantised by {base.quantization_method.value} is not supported: load it in bfloat16 or float32, "
+            "or quantise it with torchao"
+        )
     if any(parameter.is_meta for parameter in base.parameters()):
         raise RetrofitError("some weights of the base are not loaded (meta or offloaded to disk): load all of it")
 
@@ -84,6 +89,8 @@ def patch(
             "choose smaller options"
         )
     _share(base, model)
+    if quantiser is not None:
+        _keep_quantiser(base, model)
     model.generation_config = copy.deepcopy(base.generation_config)
     if getattr(base, "hf_device_map", None) and len(set(base.hf_device_map.values())) > 1:
         from accelerate import dispatch_model
@@ -100,6 +107,17 @@ def skeleton(config: Any, settings: MemoryConfig) -> Any:
     ours._attn_implementation = config._attn_implementation
     with torch.device("meta"):
         return family.causal_lm(ours)
+
+
+def _keep_quantiser(base: Any, model: Any) -> None:
+    """Let ``model`` be saved as its quantised base would be, the memory as it is.
+
+    It is not called quantised: transformers' Trainer would refuse to train it, and what is trained is not.
+    """
+    model.hf_quantizer, model.quantization_method = base.hf_quantizer, base.quantization_method
+    settings = copy.deepcopy(base.config.quantization_config)
+    settings.modules_to_not_convert = sorted({*(settings.modules_to_not_convert or ()), "lm_head", "memory"})
+    model.config.quantization_config = settings
 
 
 def _origin(base: PreTrainedModel) -> tuple[str | None, str | None]:

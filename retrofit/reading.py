@@ -13,6 +13,7 @@ from torch import Tensor
 from patches.errors import RetrofitError
 
 from .hub_errors import first_line
+from .quantised import numbers
 
 
 def read_json(file: Path) -> Any:
@@ -80,7 +81,9 @@ def refuse_nan(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in weights:
         if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.itemsize < 2:
             continue
-        least, most = torch.aminmax(tensor.detach())  # both NaN if one value is; no copy is made, as isfinite would
+        least, most = torch.aminmax(
+            numbers(tensor.detach())
+        )  # both NaN if one value is; no copy is made, as isfinite would
         if not math.isfinite(least) or not math.isfinite(most):
             raise RetrofitError(
                 f"{where}: {name} holds NaN or infinite values: the weights are damaged, fetch them again"

@@ -77,6 +77,19 @@ def test_what_is_read_is_never_replaced(command: list[object], read: str, desk: 
     refused(run(*command, *more), "an input", read)
 
 
+def test_what_is_read_at_home_is_never_replaced(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data and DeepSpeed's file may be given with a ~, which the shell leaves alone in --data=~/corpus."""
+    monkeypatch.setenv("HOME", str(desk))
+    start = ["distill", "run/mine.yaml", *SMALL, "--overwrite"]
+    refused(run(*start, "--data=~/corpus", "-o", "corpus"), "an input", "corpus")
+    refused(run(*start, "--data=~/corpus", "-o", "corpus/run"), "an input", "corpus")
+    start = ["distill", "base", "--data", "corpus", *SMALL, "--overwrite"]
+    refused(run(*start, "--deepspeed=~/run/deepspeed.json", "-o", "run"), "an input", "deepspeed.json")
+    refused(run(*start, "--deepspeed=~nobody-here/x.json", "-o", "out"), "there is no file ~nobody-here/x.json")
+    refused(run("distill", "base", "--data=~nobody-here/x.txt", *SMALL, "-o", "out"), "no file or folder")
+    refused(run(*start, "--data=~/corpus/text.txt", "-o", "out", "--json", "corpus/text.txt"), "an input", "text.txt")
+
+
 @pytest.mark.parametrize("place", ["loop", "base/config.json/out", "/proc/nothing/out", "x" * 300])
 @pytest.mark.parametrize("verb", ["distill", "patch", "merge", "eval", "demo"])
 def test_an_output_that_cannot_be_written(verb: str, place: str, desk: Path) -> None:

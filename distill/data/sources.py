@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from patches.errors import RetrofitError, nearest
+from retrofit.files import at_home
 from retrofit.hub_errors import first_line
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
@@ -92,7 +93,7 @@ def _named_records(name: str, records: Iterator[Record]) -> Iterator[Record]:
 
 
 def _open(source: str, name: str | None, revision: str | None, split: str, streaming: bool) -> Source:
-    path = Path(source).expanduser()
+    path = at_home(source)
     suffix = path.suffix.lower()
     if path.is_file():
         for key, value in (("data_name", name), ("data_revision", revision)):

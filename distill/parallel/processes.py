@@ -84,7 +84,7 @@ class Processes:
 
     def leave(self) -> None:
         """Once nothing is left to do together."""
-        if self.ours:
+        if self.ours and dist.is_initialized():
             self.wait()
             dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ from patches.errors import RetrofitError, nearest
 from patches.kinds import build_memory
 from retrofit.adapter import load_adapter
 from retrofit.evaluation import baselines
+from retrofit.files import at_home
 from retrofit.siblings import HERE
 
 OLDEST = "0.19.8"  # before it ZeRO-3 fails on frozen weights under gradient checkpointing (DeepSpeed pull request 8148)
@@ -39,7 +40,7 @@ def read_config(name: str | None) -> dict[str, Any] | None:
     """
     if name is None:
         return None
-    path = Path(name).expanduser()
+    path = at_home(name)
     if name in SHIPPED:
         path = HERE / "recipes" / f"deepspeed-{name}.json"
     elif not path.is_file():

@@ -12,6 +12,7 @@ from typing import Any
 
 from patches.errors import RetrofitError
 from retrofit.chat import chat_prompt
+from retrofit.files import at_home
 
 from .samples import Metric, Sample, Task
 
@@ -145,7 +146,7 @@ def truncated(tokenizer: Any, text: str, max_length: int, keep: str, max_new_tok
 
 def _find(source: str, benchmark: Benchmark, file: str, archive: str | None) -> Path:
     """The file, or the archive that holds it, in a local folder or from the Hub."""
-    folder = Path(source).expanduser()
+    folder = at_home(source)
     if folder.is_dir():
         for name in (file, archive):
             found = sorted(folder.rglob(name)) if name else []

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from transformers import DynamicCache
 
 from patches.errors import RetrofitError, one_of
 from retrofit.evaluation.scores import score_hidden
+from retrofit.files import at_home
 from retrofit.patching import patch
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -137,7 +137,7 @@ def read_sequences(
 
 
 def _texts(source: str) -> Iterator[str]:
-    path = Path(source).expanduser()
+    path = at_home(source)
     if path.is_dir():
         files = sorted(path.glob("*.txt"))
         if not files:

@@ -28,7 +28,7 @@ from retrofit.evaluation.scores import gap_closed
 from retrofit.evaluation.settings import RULER, Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.evaluation.text import by_distance, score_text
-from retrofit.files import check_file, check_output, write_json
+from retrofit.files import at_home, check_file, check_output, write_json
 from retrofit.table import finite
 
 SUMMARY = "eval.json"
@@ -183,7 +183,7 @@ def _published(name: str, settings: Settings, tokenizer: Any) -> list[Task]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+        return at_home(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RetrofitError(f"{path} is not UTF-8 text (byte {error.start}): convert it first") from None
     except OSError as error:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import retrofit
 from distill import DistillTrainer, distill
-from distill.checkpoint import checkpoints, write_checksums
+from distill.checkpoint import checkpoints, damage, write_checksums
 from distill.recipe import Recipe
 from distill.resume import last_whole
 from patches.errors import RetrofitError
@@ -198,6 +198,21 @@ def write_checkpoint(folder: Path) -> None:
         (folder / name).write_bytes(bytes(range(256)) * 4)
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": int(folder.name.split("-")[-1])}))
     write_checksums(folder)
+
+
+def test_checksums_can_be_counted_again(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    write_checkpoint(folder)
+    write_checksums(folder)
+    assert not damage(folder)
+
+
+@pytest.mark.parametrize("listing", [FILES, " ".join(FILES), dict.fromkeys(FILES, 1), 3, None])
+def test_a_listing_that_is_none(listing: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    write_checkpoint(folder)
+    (folder / "checksums.json").write_text(json.dumps(listing))
+    assert "damaged" in damage(folder)
 
 
 def test_resuming_from_the_checkpoint_before_a_damaged_one(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,8 +178,15 @@ def test_calibration_is_saved_and_repeatable(tmp_path) -> None:
     assert not any(parameter.requires_grad for _, parameter in model.memory_parameters())
 
 
+def test_a_steep_tilt_is_a_longer_window() -> None:
+    base, ids = tiny_base("Qwen3"), tokens(2, 60)
+    tilted = retrofit.patch(base, memory="expected", window=8, sinks=2, rows=5, tilt=1e6)
+    wider = retrofit.patch(base, memory="none", window=13, sinks=2)
+    torch.testing.assert_close(logits(tilted, ids), logits(wider, ids), atol=1e-5, rtol=0)
+
+
 def test_a_padded_row_chooses_as_it_does_alone() -> None:
-    model = retrofit.patch(tiny_base("Llama"), memory="expected", window=8, sinks=2, rows=5, bits=4)
+    model = retrofit.patch(tiny_base("Llama"), memory="expected", window=8, sinks=2, rows=5, bits=4, tilt=0.01)
     calibrate(model, [tokens(1, 50, seed=3)])
     ids, mask = tokens(2, 50), left_mask([31, 50], 50)
     torch.testing.assert_close(logits(model, ids, mask)[0, 19:], logits(model, ids[:1, 19:])[0], atol=1e-5, rtol=0)
@@ -187,7 +194,7 @@ def test_a_padded_row_chooses_as_it_does_alone() -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"bits": 5}, "use 16"), ({"rows": 0}, "rows=0"), ({"horizon": 0}, "horizon=0"), ({"rows": 2.5}, "rows=2.5")],
+    [({"bits": 5}, "use 16"), ({"rows": 0}, "rows=0"), ({"horizon": 0}, "horizon=0"), ({"tilt": -1}, "tilt=-1")],
 )
 def test_options_out_of_range(options: dict[str, object], said: str) -> None:
     with pytest.raises(RetrofitError, match=said):

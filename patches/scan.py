@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 
 CHUNK = 32  # tokens per chunk: the fastest of 16, 32, 64 and 128 for heads of 64 on a CPU
 STEPWISE = 8  # up to this many tokens the loop beats setting up a chunk
+GPU_CHUNK = 64  # as flash-linear-attention's; this and the next are not measured, but few launches are what counts
+GPU_SEGMENT = 2**16  # bounds what 28 heads of 128 need to about 8 GiB
 SEGMENT = 4096  # tokens at a time: beyond 32 MiB the C library asks the system for every temporary anew, page by page
 
 
@@ -75,7 +77,7 @@ def gated_delta_rule_chunks(
     log_decay: Tensor | None = None,
     state: Tensor | None = None,
     scale: float = 1.0,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule in chunks: the same numbers as :func:`gated_delta_rule_steps`, in matrix products.
 
@@ -89,7 +91,7 @@ def gated_delta_rule_chunks(
         state = k.new_zeros(B, H, D, v.shape[-1])
     if T == 0:
         return v.new_zeros(*q.shape[:3], v.shape[-1]), state
-    chunk = min(chunk, T)
+    chunk = min(chunk or (CHUNK if k.device.type == "cpu" else GPU_CHUNK), T)
     if log_decay is None:
         log_decay = torch.zeros_like(beta)
     k, v, beta, log_decay = (_in_chunks(x, chunk) for x in (k, v, beta, log_decay))  # (B, H, N, C, ...)
@@ -189,11 +191,12 @@ def linear_attention_chunks(
 def _in_segments(
     form: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor | None], state: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """``form`` on ``SEGMENT`` tokens of the inputs ``(B, H, T, ...)`` after the other, the state carried along."""
+    """``form`` on a segment of the inputs ``(B, H, T, ...)`` after the other, the state carried along."""
     length = inputs[0].shape[2] if inputs[0] is not None else 0
+    segment = SEGMENT if inputs[0] is None or inputs[0].device.type == "cpu" else GPU_SEGMENT
     readings = []
-    for first in range(0, max(length, 1), SEGMENT):
-        part = [None if x is None else x[:, :, first : first + SEGMENT] for x in inputs]
+    for first in range(0, max(length, 1), segment):
+        part = [None if x is None else x[:, :, first : first + segment] for x in inputs]
         out, state = form(*part, state, **how)
         readings.append(out)
     assert state is not None

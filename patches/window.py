@@ -12,7 +12,8 @@ from .lse import attention_lse
 # the shared arguments of one piece of work: q, k, v, mask, scale, dropout
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], tuple[Tensor, ...]]
 
-GATHERED = 2**22  # keys gathered at a time, in elements: bounds the extra memory of the overlapping blocks
+GATHERED = 2**22  # keys gathered at a time on a CPU, in elements: bounds the extra memory of the overlapping blocks
+GPU_GATHERED = 2**28  # and on a GPU, where launches count; not measured
 
 
 def window_attention(
@@ -100,7 +101,8 @@ def _blocks(
     count = (n - regular) // block  # whole blocks, folded into the batch
     if count:
         band = _band(block, window, sinks, q.device)
-        group = max(1, GATHERED // ((sinks + window + block) * k.shape[0] * k.shape[1] * k.shape[3]))
+        most = GATHERED if k.device.type == "cpu" else GPU_GATHERED
+        group = max(1, most // ((sinks + window + block) * k.shape[0] * k.shape[1] * k.shape[3]))
         for first in range(0, count, group):
             blocks = min(group, count - first)
             at = regular + first * block

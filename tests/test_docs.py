@@ -109,6 +109,7 @@ def at_home(home: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Path
 # ---- commands ----
 
 
+@pytest.mark.xdist_group("commands")  # a page's later commands read what its earlier ones wrote
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_command_does_what_the_page_says(command: Command, at_home: Path) -> None:
     program, verb, *rest = command.words

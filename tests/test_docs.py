@@ -44,6 +44,7 @@ NOT_RUN = {
     "torchrun": "several processes; tests/distill/parallel/test_launch.py runs it",
     "lm_eval": "tests/retrofit/evaluation/test_harness.py runs this very command",
     "hf": "asks for a token",
+    "python": "a script beside the command: tests/serving measures what an engine saves",
     "--dry-run": "half a minute; tests/test_recipes.py does it with every recipe",
     "serve": "becomes an engine that goes on for ever; tests/serving runs it",
     "bench": "starts processes of its own; tests/retrofit/test_bench.py runs it",

@@ -273,19 +273,26 @@ class KVM(Memory):
         layer.push(step.k, step.v, step.gates)
 
         begin = [max(0, (index // self.chunk + 1) * self.chunk - self.window) for index in frame.start]
-        slot = step.now.seen - (step.now.seen - torch.arange(self.window, device=device)) % self.window
-        near = slot >= frame.column([b + skip for b, skip in zip(begin, frame.skip, strict=True)])
-        mask = torch.cat([near.new_ones(len(near), self.sinks), near], 1).unsqueeze(1)
-        parts = [look(step.q, layer.keys, layer.values, mask, step.scale, step.dropout)]
-        counts = [schedule.rows(n) for n in new]
+        now = step.now
+        near = now.once(("kvm's window", self.window, self.sinks, self.chunk), lambda: self._near(now, frame, begin))
+        parts = [look(step.q, layer.keys, layer.values, near, step.scale, step.dropout)]
+        counts, most = [schedule.rows(n) for n in new], rows.shape[2]
         if max(counts):
             moved = keys.queries(step.q, frame.column(frame.start))
             q = (step.q if moved is None else moved) * rule.temperature.to(step.q.dtype)[:, None, None]
             edge = frame.column(begin) - 1
             row_k, row_v = (x[:, 0].to(step.k.dtype) for x in read_rows(rows.unsqueeze(1), keys, edge))
-            held = (torch.arange(rows.shape[2], device=device) < frame.column(counts)).unsqueeze(1)
+            held = None
+            if min(counts) < most:
+                held = (torch.arange(most, device=device) < frame.column(counts)).unsqueeze(1)
             parts.append(look(q, row_k, row_v, held, step.scale, step.dropout))
         return join(*parts)
+
+    def _near(self, now: Pass, frame: Frame, begin: list[int]) -> Tensor:
+        """Which of sinks and ring one query sees ``(1 or B, 1, S + W)``: the ring from index ``begin`` on."""
+        slot = now.seen - (now.seen - torch.arange(self.window, device=now.device)) % self.window
+        seen = slot >= frame.column([b + skip for b, skip in zip(begin, frame.skip, strict=True)])
+        return torch.cat([seen.new_ones(len(seen), self.sinks), seen], 1).unsqueeze(1)
 
 
 def _per_head(gates: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ ADAPTER_HERE, MODEL_HERE = "path/or/repo-of-this-adapter", "path/or/repo-of-this
 LICENCE_OPEN = "That of the base: see the base's card."
 REFUSED = (
     "Assisted decoding, continuous batching, packed sequences, tensor parallelism, static caches, and continuing a "
-    "right-padded cache are refused with a message. vLLM and llama.cpp cannot run it."
+    "right-padded cache are refused with a message. vLLM needs the plugin of retrofit-lm; llama.cpp cannot run it."
 )
 
 

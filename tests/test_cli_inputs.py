@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import retrofit
+from distill.parallel.zero import find_config
 from patches.errors import RetrofitError
 from tests.test_cli import TEXT, refused, run
 
@@ -85,7 +86,8 @@ def test_what_is_read_at_home_is_never_replaced(desk: Path, monkeypatch: pytest.
     refused(run(*start, "--data=~/corpus", "-o", "corpus/run"), "an input", "corpus")
     start = ["distill", "base", "--data", "corpus", *SMALL, "--overwrite"]
     refused(run(*start, "--deepspeed=~/run/deepspeed.json", "-o", "run"), "an input", "deepspeed.json")
-    refused(run(*start, "--deepspeed=~nobody-here/x.json", "-o", "out"), "there is no file ~nobody-here/x.json")
+    with pytest.raises(RetrofitError, match=r"there is no file ~nobody-here/x\.json"):
+        find_config("~nobody-here/x.json")  # the verb starts a process of its own, which asks this
     refused(run("distill", "base", "--data=~nobody-here/x.txt", *SMALL, "-o", "out"), "no file or folder")
     refused(run(*start, "--data=~/corpus/text.txt", "-o", "out", "--json", "corpus/text.txt"), "an input", "text.txt")
 

@@ -44,6 +44,7 @@ NOT_RUN = {
     "torchrun": "several processes; tests/distill/parallel/test_launch.py runs it",
     "lm_eval": "tests/retrofit/evaluation/test_harness.py runs this very command",
     "hf": "asks for a token",
+    "python": "a script beside the command: tests/serving measures what an engine saves",
     "--dry-run": "half a minute; tests/test_recipes.py does it with every recipe",
     "serve": "becomes an engine that goes on for ever; tests/serving runs it",
     "bench": "starts processes of its own; tests/retrofit/test_bench.py runs it",
@@ -109,6 +110,7 @@ def at_home(home: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Path
 # ---- commands ----
 
 
+@pytest.mark.xdist_group("commands")  # a page's later commands read what its earlier ones wrote
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_command_does_what_the_page_says(command: Command, at_home: Path) -> None:
     program, verb, *rest = command.words

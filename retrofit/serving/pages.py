@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from patches.cache import MemoryCacheLayer
+from patches.compressive import Compressive
 from patches.errors import RetrofitError
 from patches.linear import wide
 from patches.memory import Joined, Kept, Memory
@@ -266,7 +267,7 @@ class _Decoding(MemoryCacheLayer):
 
 def can_batch(memory: Memory) -> bool:
     """Whether decoding does not depend on where in the ring a token lies, so that each row may have its own place."""
-    return isinstance(memory, WindowOnly)
+    return isinstance(memory, WindowOnly) and not isinstance(memory, Compressive)  # which hides parts of the ring
 
 
 def page_fields(memory: Memory, dtype: torch.dtype) -> dict[str, Kept]:

@@ -126,9 +126,6 @@ def test_in_half_precision(partner: PreTrainedModel, kind: str, dtype: torch.dty
             out, cache = (logits(model, ids), None) if sizes is None else feed(model, ids, sizes)
         assert out.dtype == dtype
         close(out.float(), whole, tolerance)
-    memory = model.model.memories()[0]
-    kept = memory.state_tensors(cache.layers[0].dtype)
-    for name, tensor in cache.layers[0].state.items():
-        assert tensor.dtype == kept[name].dtype
-        # what grows by sums is in float32; rows that are keys and values like those in the window are as those are
-        assert tensor.dtype.itemsize >= 4 or not memory.writes_back
+    # what grows by sums is in float32 or wider; rows that are keys and values may be as those in the window are
+    if KINDS[kind].writes_back or kind == "kvm":
+        assert all(tensor.dtype.itemsize >= 4 for tensor in cache.layers[0].state.values())

@@ -34,7 +34,8 @@ def _save_rng_state(self: DistillTrainer, *args: Any) -> None:
     save_rng_state(self, *args)
 
 
-fate = sys.argv.pop(1)
-DistillTrainer.compute_loss = _compute_loss
-DistillTrainer._save_rng_state = _save_rng_state
-cli.main()
+if __name__ == "__main__":
+    fate = sys.argv.pop(1)
+    DistillTrainer.compute_loss = _compute_loss
+    DistillTrainer._save_rng_state = _save_rng_state
+    cli.main()

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 import retrofit
 from distill.checkpoint import checkpoints, damage
 from distill.parallel.launch import Machines, launch
-from distill.parallel.processes import join
 from patches.errors import RetrofitError
 from tests.conftest import tiny_base
 from tests.distill.parallel import one_of_two
@@ -189,13 +188,3 @@ def test_an_error_in_one_process_is_one_sentence(recipe: Path, here: Path, capfd
     printed = capfd.readouterr()
     assert "Traceback" not in printed.err + printed.out
     assert {path.name for path in run.iterdir()} == {"log.jsonl", "recipe.yaml", "run.json"}
-
-
-def test_one_process_that_a_launcher_started_can_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU accelerate makes no process group for one process, so that none can be ended."""
-    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    processes = join(deepspeed=False)
-    assert processes.count == 1
-    processes.leave()

@@ -184,7 +184,7 @@ def test_other_places(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_asked_for_by_name_must_be_there(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(RetrofitError, match=r"eval.json is missing: no finished evaluation there"):
+    with pytest.raises(RetrofitError, match=r"eval.json is missing: no finished evaluation"):
         report(run, evaluation=tmp_path)
     (tmp_path / "rows.json").write_text('[{"pass": "forward"}]')
     with pytest.raises(RetrofitError, match=r"none of its rows has a name and a length"):

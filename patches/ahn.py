@@ -48,10 +48,10 @@ class DeltaNet(MatrixMemory):
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        beta, log_decay = gates[..., : self.heads], gates[..., self.heads :]
+        beta, *decay = gates.split(self.heads, -1)
         q, k, v = (h.transpose(1, 2) for h in (q, k, v))
-        decay = log_decay if log_decay.shape[-1] else None
-        read, state = gated_delta_rule(q, k, v, beta, decay, state, scale=self.head_dim**-0.5, normalise=True)
+        fade, scale = decay[0] if decay else None, self.head_dim**-0.5
+        read, state = gated_delta_rule(q, k, v, beta, fade, state, scale=scale, normalise=True, in_place=True)
         gate = F.silu(self.g_proj(x)).unsqueeze(-1)
         return self.read_proj(self.read_norm(read) * gate), state
 
@@ -78,7 +78,7 @@ class GatedDeltaNet(DeltaNet):
     def write_gates(self, x: Tensor) -> Tensor:
         """``beta`` and the log decay of each head, ``(B, n, 2 H)``, float32."""
         speed = self.a_proj(x)
-        log_decay = -self.A_log.to(speed.dtype).exp() * F.softplus(speed + self.dt_bias.to(speed.dtype))
+        log_decay = self.A_log.to(speed.dtype).exp() * -F.softplus(speed + self.dt_bias.to(speed.dtype))
         return torch.cat([super().write_gates(x), log_decay], -1)
 
 
@@ -119,6 +119,6 @@ class Mamba2(MatrixMemory):
         q, k, v = (h.to(gates.dtype).transpose(1, 2) for h in (q, k, v))
         v = v.repeat_interleave(self.heads // self.kv_heads, 2) * gates.unsqueeze(-1)
         log_decay = -gates * self.A_log.to(gates.dtype).exp()
-        read, state = linear_attention(q, k, v, log_decay, state, scale=1.0, normalise=True)
+        read, state = linear_attention(q, k, v, log_decay, state, scale=1.0, normalise=True, in_place=True)
         read = read * F.silu(self.g_proj(x)).unsqueeze(-1)  # (B, m, H, D)
         return self.read_proj(self.read_norm(read.flatten(2)).view_as(read)), state

@@ -26,7 +26,10 @@ class WideLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = wide(x.dtype)
-        return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        if self.weight.dtype != dtype or x.dtype != dtype:
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
+        return super().forward(x)
 
 
 class HeadLinear(nn.Module):
@@ -48,4 +51,4 @@ class ReadNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPS) * self.weight.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), NORM_EPS)

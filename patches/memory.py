@@ -39,6 +39,7 @@ class Memory(nn.Module):
         calibrates: whether it learns from texts that it is shown, by ``observe`` and ``settle``, without gradients.
         needs_key_bias: whether it must know what the base adds to every key.
         writes_back: whether each step changes the whole state, or only reads it.
+        compiles: whether a step of plain decoding depends on no number but those on the device.
     """
 
     is_retrofit_memory = True
@@ -47,6 +48,7 @@ class Memory(nn.Module):
     calibrates: ClassVar[bool] = False
     needs_key_bias: ClassVar[bool] = False
     writes_back: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
     Options: ClassVar[type[Options]] = Options
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):

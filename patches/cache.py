@@ -150,7 +150,7 @@ class MemoryCacheLayer(DynamicLayer):
         """Put one token in the place of the one it evicts; return that key, value ``(B, H_kv, 1, D)`` and gates.
 
         Args:
-            places: where it goes in the ring and in the buffer ``(1,)``, the same in all layers; None: as ``seen`` says.
+            places: where in the ring and in the buffer ``(1,)``, the same in all layers; None: as ``seen`` says.
         """
         if torch.compiler.is_compiling() and places is not None:
             self._behind = True  # a number that changes would compile every step anew

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from .errors import RetrofitError, nearest
 from .fla_ops import load_gated_delta_rule, load_linear_attention
-from .linear import unit
+from .linear import cast, unit
 from .scan import delta_step, linear_step
 from .scan import gated_delta_rule as scan_delta
 from .scan import linear_attention as scan_linear
@@ -168,9 +168,9 @@ def _step(
 ) -> tuple[Tensor, Tensor]:
     """One token written into ``state`` and read, by a step of scan.py; a single token has the same layout there."""
     (B, _, H, _), states = q.shape, state.shape[1]
-    q, k, v = (x if x.dtype == state.dtype else x.to(state.dtype) for x in (q, k, v))
     if normalise:
-        q, k = unit(torch.cat([q, k], 2)).split([H, k.shape[2]], 2)
+        q, k = unit(cast(torch.cat([q, k], 2), state.dtype)).split([H, k.shape[2]], 2)
+    q, k, v = (cast(x, state.dtype) for x in (q, k, v))
     k, v = (x if x.shape[2] == states else x.repeat_interleave(states // x.shape[2], 2) for x in (k, v))
     rows = q.view(B, states, -1, q.shape[-1]), k.view(B, states, -1, 1), v.view(B, states, 1, -1)
     read = form(*rows, *(None if gate is None else gate.reshape(B, -1, 1, 1) for gate in gates), state)

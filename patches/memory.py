@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .linear import cast, wide
 from .options import Options
 from .step import Step
 
@@ -98,6 +99,8 @@ class Memory(nn.Module):
             return None
         # states, gates and decays stay in float32 under mixed precision too
         with torch.autocast(step.x.device.type, enabled=False):
+            if step.now.full and self.trainable:
+                step.x = cast(step.x, wide(step.x.dtype))  # once for all projections
             step.gates = self.write_gates(step.x)
             if step.now.evicting:
                 return self.attend(step)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .cache import MemoryCacheLayer, Stream, plain_stream
 from .kernels import decode_attention, window_attention
-from .linear import wide
+from .linear import cast, wide
 from .memory import Joined, Kept, Memory
 from .step import Evicted, Step
 
@@ -140,5 +140,5 @@ class MatrixMemory(WindowOnly):
 
 def behind(local: Tensor, first: int, added: Tensor) -> Tensor:
     """``local`` (B, n, H, D) with ``added`` (B, n - first, H, D) on what comes from ``first`` on."""
-    added = added if added.dtype == local.dtype else added.to(local.dtype)
+    added = cast(added, local.dtype)
     return local + added if first == 0 else torch.cat([local[:, :first], local[:, first:] + added], 1)

@@ -7,6 +7,7 @@ left-padded batch, all others one by one, on a cache layer whose tensors lie in 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class Batch:
         self.rest = []
         for share in rest:
             leaves = share.seen + share.count > capacity
-            full = share.count == 1 and share.seen >= capacity
+            full = share.count == 1 and share.seen > capacity
             now = Pass(share.seen, share.count, Starts(), leaves, rotary, device, device, full=full)
             self.rest.append((share, now))
         self.fresh = torch.tensor([share.page for share in rest if not share.seen], dtype=torch.long, device=device)

@@ -123,6 +123,10 @@ class MemoryModel(MemoryPreTrained):
             **kwargs,
         )
 
+    def plan(self, tokens: Tensor, mask: Tensor | None = None) -> Pass:
+        """A pass over ``tokens`` (B, n) without a cache, for calls of single layers; ``mask`` (B, n) as the model's."""
+        return self._plan(tokens, mask, None, None, self.memories(), {})
+
     def _plan(
         self,
         tokens: Tensor,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .errors import RetrofitError
 from .padding import Starts
@@ -235,6 +235,25 @@ class MemoryCacheLayer(DynamicLayer):
 
     def prefetch(self) -> None:
         self._change(lambda x: x.to(self.device, non_blocking=True))
+
+
+class CompileableCache(DynamicCache):
+    """What ``generate`` fills when it was asked to compile: steps are compiled once every window is full.
+
+    From then on each writes in place to the tensors that there are, and the device knows where.
+    """
+
+    is_compileable = True
+
+    def is_full(self, new: int) -> bool:
+        """Whether ``new`` further tokens are a step of plain decoding."""
+        return new == 1 and self.layers[0].full
+
+    def mark_static(self) -> None:
+        """Tell CUDA graphs that the tensors stay where they are."""
+        for layer in self.layers:
+            for tensor in (*layer.tensors(), layer.slot):
+                torch._dynamo.mark_static_address(tensor)
 
 
 def plain_stream(

@@ -131,6 +131,7 @@ def window_attention(
         ``(B, n, H, D)`` in the dtype of ``q``, and ``(B, n, H)`` in float32 or wider, or None.
     """
     run = choose("window_attention", q, k, v, sink_k, sink_v)
+    choose("decode_attention", q, k, v)  # comes next, and a compiled step cannot look around
     how = {"window": window, "start": start, "scale": scale, "pad": pad, "max_pad": max_pad, "dropout": dropout}
     return run(q, k, v, sink_k, sink_v, lse=lse, **how)
 

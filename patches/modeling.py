@@ -51,6 +51,13 @@ class MemoryModel(MemoryPreTrained):
         found = ((index, getattr(layer.self_attn, "memory", None)) for index, layer in enumerate(self.layers))
         return {index: memory for index, memory in found if memory is not None}
 
+    @property
+    def compiles(self) -> bool:
+        """Whether a step of plain decoding depends on no number but those on the device."""
+        memories = self.memories()
+        everywhere = len(memories) == len(self.layers) and self.memory_enabled
+        return everywhere and all(memory.compiles for memory in memories.values())
+
     def set_window(self, window: int, sinks: int | None = None) -> None:
         """Change W and S from the next call on an empty cache; written to the configuration, so it is saved.
 
@@ -133,8 +140,7 @@ class MemoryModel(MemoryPreTrained):
         layers: list[MemoryCacheLayer] = []
         if cache is not None:
             layers = [adopt(cache, i, memory.kind, memory.window, memory.sinks) for i, memory in memories.items()]
-        compiles = torch.compiler.is_compiling() and all(memory.compiles for memory in memories.values())
-        if compiles and new == 1 and layers and layers[0].full:
+        if new == 1 and layers and layers[0].full and torch.compiler.is_compiling() and self.compiles:
             # the device counts; that nothing was seen is as good as any number, since only distances are used
             assert layers[0].slot is not None
             slot: Tensor | None = layers[0].slot.add_(1)

@@ -94,7 +94,7 @@ def plan(recipe: Recipe) -> Plan:
     dtype = DTYPES.get(recipe.dtype) or (own if isinstance(own, torch.dtype) else torch.float32)
     settings = _settings(recipe, recipe.window, recipe.sinks)
     model = skeleton(config, settings)
-    Objective(recipe.loss, recipe.mse_weight).check(model)
+    Objective.of(recipe).check(model)
     if recipe.window_sampling == "ahn":
         check_draws(model)
     memory = sum(parameter.numel() for _, parameter in model.memory_parameters())
@@ -111,14 +111,20 @@ def plan(recipe: Recipe) -> Plan:
     rows = recipe.batch_size * recipe.gradient_accumulation_steps
     widest = min(windows, key=sum)  # the smallest window leaves most to the memory
     activations = step_bytes(
-        config, _settings(recipe, *widest), recipe.batch_size, recipe.seq_len, dtype, recipe.gradient_checkpointing
+        config,
+        _settings(recipe, *widest),
+        recipe.batch_size,
+        recipe.seq_len,
+        dtype,
+        recipe.gradient_checkpointing,
+        Objective.of(recipe),
     )
     shape = Shape.of(config)
     plain, recomputed = int(plain * rows), int(recomputed * rows)
     return Plan(
         base_parameters=parameters,
         trained=trained,
-        step_flops=recomputed if recipe.gradient_checkpointing else plain,
+        step_flops=recomputed if recipe.gradient_checkpointing or recipe.segment else plain,
         step_flops_plain=plain,
         step_flops_checkpointed=recomputed,
         base_bytes=parameters * dtype.itemsize,
@@ -161,7 +167,7 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
     drawn = ", ".join(f"{total} tokens in {count} steps" for total, count in sorted(totals.items()))
     flops = f"{plan.step_flops_plain / 1e12:,.3g}, {plan.step_flops_checkpointed / 1e12:,.3g} with checkpointing"
     took = hours(plan, recipe, peak_tflops, utilisation)
-    chosen = "on" if recipe.gradient_checkpointing else "off"
+    chosen = "by segments" if recipe.segment else "on" if recipe.gradient_checkpointing else "off"
     return [
         f"base: {recipe.base}, {plan.base_parameters:,} parameters, frozen ({plan.origin})",
         f"trained: {plan.trained:,} parameters ({plan.trained / plan.base_parameters:.2%} of the base)",

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class DistillTrainer(Trainer):
         if not any(parameter.requires_grad for _, parameter in model.memory_parameters()):
             kind = model.config.memory["kind"]
             raise RetrofitError(f"memory {kind!r} has no parameters to train: use the patched model as it is")
-        self.objective = Objective(args.loss, args.mse_weight, args.temperature, args.label_shift)
+        self.objective = Objective.of(args)
         self.objective.check(model)
         if args.window_sampling == "ahn":
             check_draws(model)
@@ -209,7 +210,7 @@ class DistillTrainer(Trainer):
         those from W 2^i to W 2^(i + 1) past the window, the first also nearer, under ``"_beyond_{first}"``."""
         if data is not None and self.args.world_size > 1 and hasattr(data, "__len__"):
             data = EvenRows(data, self.args.eval_batch_size * self.args.world_size)
-        objective = Objective(label_shift=self.args.label_shift)
+        objective = replace(self.objective, loss="kl", mse_weight=0.0, temperature=1.0)
         window, sinks = self.window
         sums = torch.zeros(2, DISTANCES, dtype=torch.float64, device=self.args.device)
         with torch.no_grad(), evaluating(model):

@@ -134,20 +134,24 @@ class RunLog(TrainerCallback):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._began = self._before = 0.0
+        self._written = 0  # entries
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Start from the history in the trainer's state."""
+        """Start the clock, where the history in the trainer's state ends."""
         self._began, self._before = time.perf_counter(), seconds(state)
-        if state.is_world_process_zero:
-            write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in state.log_history))
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Write one line."""
+        """Write one line; with the first one, what came before it."""
         state.log_history[-1]["memory_bytes"] = peak_bytes()
         state.log_history[-1]["seconds"] = self._before + time.perf_counter() - self._began
         if state.is_world_process_zero:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(state.log_history[-1]) + "\n")
+            lines = "".join(json.dumps(entry) + "\n" for entry in state.log_history[self._written :])
+            if self._written:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(lines)
+            else:
+                write_text(self.path, lines)
+            self._written = len(state.log_history)
 
 
 def seconds(state: TrainerState) -> float:

@@ -29,6 +29,7 @@ from distill.simulate import step_bytes
 from distill.windows import check_draws, draw_window
 from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
+from patches.kinds import new_memory
 from retrofit.costs.bases import base_config
 from retrofit.costs.estimate import DTYPES, layer_memories
 from retrofit.costs.flops import Shape, attention_flops, distinct
@@ -203,7 +204,7 @@ def dry_run(recipe: Recipe, *, peak_tflops: float, utilisation: float, json_file
 
 
 def _settings(recipe: Recipe, window: int, sinks: int) -> MemoryConfig:
-    return MemoryConfig(recipe.memory, window, sinks, recipe.layers, recipe.others, recipe.options)
+    return new_memory(recipe.memory, window, sinks, recipe.layers, recipe.others, recipe.options)
 
 
 def _windows(recipe: Recipe) -> list[tuple[int, int]]:

@@ -186,14 +186,15 @@ def _remove_drafts(output: Path) -> None:
 
 
 class _Begin(TrainerCallback):
-    """Calls a function right before the first step: the trainer has refused by then what it would."""
+    """Calls a function when the first step's gradients are there: the trainer has refused by then what it would."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self.begin = begin
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Once, after the optimizer and the engine are made."""
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Once: the data could be read, the step fitted into memory, and its loss was finite."""
         self.begin()
+        self.begin = lambda: None
 
 
 @dataclass
@@ -214,7 +215,7 @@ class _Fit:
 
         Args:
             engine: DeepSpeed's configuration.
-            begin: called when nothing can be refused any more, right before the first step if there is one.
+            begin: called when nothing can be refused any more, right before the first step is applied if there is one.
 
         Raises:
             KeyboardInterrupt: asked to stop; a checkpoint was written.

@@ -68,8 +68,13 @@ class Memory(nn.Module):
 
     @classmethod
     def read_options(cls, options: dict[str, Any]) -> Any:
-        """``Options`` from a mapping; raises as :meth:`patches.options.Options.read`."""
+        """``Options`` of a new memory from a mapping; raises as :meth:`patches.options.Options.read`."""
         return cls.Options.read(cls.kind, options)
+
+    @classmethod
+    def saved_options(cls, options: dict[str, Any]) -> Any:
+        """:meth:`read_options` of a memory that was saved, perhaps before it had all of them."""
+        return cls.read_options({**cls.Options.before, **options})
 
     @property
     def capacity(self) -> int:

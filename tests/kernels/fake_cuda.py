@@ -101,7 +101,7 @@ def count(kinds: str, tokens: str, window: str) -> dict[str, Any]:
     """
     import patches.frames
     import patches.window
-    from patches.config import MemoryConfig
+    from patches.kinds import new_memory
     from retrofit.patching import skeleton
 
     patches.frames.scaled_dot_product_attention = patches.window.scaled_dot_product_attention = attention
@@ -120,7 +120,7 @@ def count(kinds: str, tokens: str, window: str) -> dict[str, Any]:
     counted = Kernels()
     stand_in_for_fla(counted)
     for kind in kinds.split(","):
-        model = skeleton(config, MemoryConfig(kind, int(window), 4)).eval()
+        model = skeleton(config, new_memory(kind, int(window), 4)).eval()
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             place(model)
             ids, cache = torch.zeros(1, int(tokens), dtype=torch.long, device="cuda"), DynamicCache()

@@ -8,6 +8,7 @@ layer with a memory is to give what full attention gives.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +105,7 @@ class Objective:
             teacher = Reader(read, tokens, DynamicCache(config=model.config, offloading=offloads))
             own = Reader(read, tokens, DynamicCache(config=model.config))
             for number, piece in enumerate(pieces(scored.shape[1], self.segment or 1)):
-                taught = self._teach(model, lambda piece=piece: teacher.states(piece)).to("cpu")
+                taught = self._teach(model, partial(teacher.states, piece)).to("cpu")
                 if self.segments_back and number % self.segments_back == 0:
                     own.cut()
 

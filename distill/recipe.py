@@ -145,7 +145,7 @@ class Recipe:
             raise RetrofitError("segments_back and offload_teacher go with segment: set segment, or leave them out")
         if self.segment is not None and self.gradient_checkpointing:
             raise RetrofitError(
-                "segment: each segment is computed again in the backward pass anyway: set gradient_checkpointing to false"
+                "segment: the backward pass computes each segment again anyway: set gradient_checkpointing to false"
             )
         # with window_sampling too: held-out rows are scored at the window that is saved
         if self.seq_len < self.window + self.sinks + 2:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache

@@ -81,6 +81,11 @@ class DistillTrainer(Trainer):
         engine = getattr(args, "hf_deepspeed_config", None)
         if engine is not None and engine.is_zero3() and lora_layers(model):
             raise RetrofitError("LoRA does not work with ZeRO-3, which would save it empty: use zero2")
+        if engine is not None and engine.is_zero3() and args.segment is not None:
+            raise RetrofitError(
+                "segment does not work with ZeRO-3, whose processes gather weights in step though their rows may have "
+                "different numbers of segments: use zero2, or leave segment out"
+            )
         if engine is not None and engine.is_zero3() and not is_partitioned(model):
             partition(model, engine.config, args.device)
         super().__init__(

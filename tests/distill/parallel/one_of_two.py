@@ -72,11 +72,12 @@ def weights(trainer: DistillTrainer) -> dict[str, Tensor]:
 
 
 def main(folder: Path, mode: str, dtype: str) -> None:
-    config = find_config(None if mode == "ddp" else mode)
+    config = find_config(mode if mode.startswith("zero") else None)
+    how = trainer_settings(config) | ({"segment": 16} if mode == "segments" else {})
     processes = join(deepspeed=config is not None)
     batch = GLOBAL_BATCH // processes.count
     drawn = []
-    straight = trainer_of(folder / "straight", batch, getattr(torch, dtype), **trainer_settings(config))
+    straight = trainer_of(folder / "straight", batch, getattr(torch, dtype), **how)
     set_window = straight.model.set_window
     straight.model.set_window = lambda window, sinks: (drawn.append((window, sinks)), set_window(window, sinks))
     straight.train()
@@ -97,7 +98,7 @@ def main(folder: Path, mode: str, dtype: str) -> None:
     straight.save_model(str(folder / "adapter"))
     trained = weights(straight)
     AcceleratorState._reset_state()  # a second run in this process would find the first one's engine
-    again = trainer_of(folder / "again", batch, getattr(torch, dtype), **trainer_settings(config))
+    again = trainer_of(folder / "again", batch, getattr(torch, dtype), **how)
     torch.manual_seed(99)  # whatever state the new process is in
     again.train(resume_from_checkpoint=str(folder / "straight" / f"checkpoint-{STOP}"))
     resumed = weights(again)

@@ -19,6 +19,8 @@ OURS = (
     "window_sampling",
     "label_shift",
     "temperature",
+    "local_steps",
+    "local_lr",
     "segment",
     "segments_back",
     "offload_teacher",
@@ -59,6 +61,8 @@ class DistillArguments(TrainingArguments):
     segment: int | None = as_in_recipes("segment")
     segments_back: int | None = as_in_recipes("segments_back")
     offload_teacher: bool = as_in_recipes("offload_teacher")
+    local_steps: int = as_in_recipes("local_steps")
+    local_lr: float | None = as_in_recipes("local_lr")
 
     def __post_init__(self) -> None:
         for name in OURS:

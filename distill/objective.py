@@ -86,9 +86,7 @@ class Objective:
             model: the same, unwrapped.
             batch: ``input_ids``, ``labels`` and, for padded rows, ``attention_mask``.
         """
-        tokens = {"input_ids": batch["input_ids"]}
-        if "attention_mask" in batch and not padded_right(batch["attention_mask"]):
-            tokens["attention_mask"] = batch["attention_mask"]
+        tokens = tokens_of(batch)
         targets = batch["labels"].roll(-1, 1)  # what each position predicts
         if self.segment is not None and self.segment < scored.shape[1]:
             return self._in_segments(student, model, tokens, targets, scored)
@@ -143,6 +141,14 @@ class Objective:
             else:
                 losses = states.new_zeros(())
         return losses + self.mse * squared_errors(outputs, taught.outputs, scored) if self.mse else losses
+
+
+def tokens_of(batch: Batch) -> Batch:
+    """What of a batch the model is given."""
+    tokens = {"input_ids": batch["input_ids"]}
+    if "attention_mask" in batch and not padded_right(batch["attention_mask"]):
+        tokens["attention_mask"] = batch["attention_mask"]
+    return tokens
 
 
 def padded_right(mask: Tensor) -> bool:

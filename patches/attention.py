@@ -25,6 +25,7 @@ class MemoryAttention(Host):
     """Mixin in front of a family's attention class: parameters keep their names, ``memory`` comes beside them."""
 
     memory: Memory
+    use_rope = True  # whether this layer rotates queries and keys
 
     def plain_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(B, H, n, D)``, keys and values ``(B, H_kv, n, D)`` of ``x`` (B, n, E), not yet rotated."""
@@ -33,8 +34,10 @@ class MemoryAttention(Host):
         return q.transpose(1, 2), k.transpose(1, 2), self.v_proj(x).view(shape).transpose(1, 2)
 
     def rotated_heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`plain_heads`, the first two rotated."""
+        """:meth:`plain_heads`, the first two rotated if this layer does."""
         q, k, v = self.plain_heads(x)
+        if not self.use_rope:
+            return q, k, v
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         # under autocast the rotation has made them float32; the base's attention would round them when it uses them
         return q.to(v.dtype), k.to(v.dtype), v
@@ -72,8 +75,9 @@ class MemoryAttention(Host):
             layer = adopt(past_key_values, self.layer_idx, memory.kind, memory.window, memory.sinks)
             if self.layer_idx == memory_pass.keeper:
                 layer.starts = memory_pass.starts
+        now = memory_pass.to(hidden_states.device)
         step = Step(
-            memory_pass.to(hidden_states.device),
+            now if self.use_rope else now.still(),
             hidden_states,
             *self.rotated_heads(hidden_states, position_embeddings),
             layer=layer,
@@ -102,6 +106,16 @@ class MemoryAttention(Host):
         how = {"dropout": step.dropout, "scaling": step.scale, "sliding_window": native}
         heads, weights = attend(self, step.q, k, v, mask, **how, **kwargs)
         return self.o_proj(heads.reshape(*step.x.shape[:-1], -1).contiguous()), weights
+
+
+class NormalisedHeads(MemoryAttention):
+    """Mixin for families that normalise each head's query and key before rotation."""
+
+    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(q), self.k_norm(k)
+
+    def key_bias(self, x: Tensor) -> None:
+        """None: a bias, where there is one, has gone through the norm."""
 
 
 @contextmanager

@@ -58,14 +58,14 @@ def _patched(recipe: Recipe, fresh: bool) -> Any:
 
 def _check_same_memory(recipe: Recipe, saved: MemoryConfig, folder: Path) -> None:
     """Refuse weights of another memory than the recipe's; W and S may differ."""
-    read = find_kind(saved.kind).read_options
+    kind = find_kind(saved.kind)
     pairs = {
         "memory": (recipe.memory, saved.kind),
         "layers": (recipe.layers, saved.layers),
         "others": (recipe.others, saved.others),
     }
     if recipe.memory == saved.kind:
-        pairs["options"] = (read(recipe.options), read(saved.options))
+        pairs["options"] = (kind.read_options(recipe.options), kind.saved_options(saved.options))
     for key, (ours, theirs) in pairs.items():
         if ours != theirs:
             raise RetrofitError(f"init_adapter: {folder} holds {key} {theirs!r}, the recipe asks for {ours!r}")

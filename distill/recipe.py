@@ -6,7 +6,7 @@ from typing import Any
 
 from patches.errors import RetrofitError, nearest
 from retrofit.plain_yaml import parse_yaml
-from retrofit.settings import setting, settings
+from retrofit.settings import LARGEST, setting, settings
 from retrofit.siblings import HERE
 
 
@@ -62,7 +62,7 @@ class Recipe:
     max_samples: int | None = setting(None, "Read only this many documents or conversations, the first ones.", least=1)
     streaming: bool = setting(False, "Read the data while training, for data that fits neither memory nor disk.")
     holdout: float = setting(
-        0.1, "Share of the data, from its end, that is held out of training and scored.", above=0, below=1
+        0.1, "Share of the data, from its end, that is held out of training and scored.", least=1e-9, below=1
     )
     eval_rows: int = setting(48, "Held-out rows that are scored; of a stream, its first rows are held out.", least=1)
 
@@ -72,11 +72,28 @@ class Recipe:
     gradient_accumulation_steps: int = setting(
         1, "Forward passes per optimizer step.", least=1, argument="gradient_accumulation_steps"
     )
-    lr: float = setting(1e-2, "Peak learning rate of the memory.", above=0, argument="learning_rate")
-    warmup: float = setting(0.1, "Warm-up steps; below 1, their share of all steps.", least=0, argument="warmup_steps")
-    weight_decay: float = setting(0.0, "AdamW's weight decay.", least=0, argument="weight_decay")
+    lr: float = setting(1e-2, "Peak learning rate of the memory.", above=0, most=1, argument="learning_rate")
+    local_steps: int = setting(
+        0,
+        "How many of the steps, the first ones, fit each layer by itself to the base's own attention there.",
+        least=0,
+        argument="local_steps",
+    )
+    local_lr: float | None = setting(
+        None,
+        "Peak learning rate of the local steps; that of the others by default.",
+        above=0,
+        most=1,
+        argument="local_lr",
+    )
+    warmup: float = setting(
+        0.1, "Warm-up steps; below 1, their share of all steps.", least=0, most=LARGEST, argument="warmup_steps"
+    )
+    weight_decay: float = setting(0.0, "AdamW's weight decay.", least=0, most=1, argument="weight_decay")
     adam_beta2: float = setting(0.98, "AdamW's second beta.", least=0, below=1, argument="adam_beta2")
-    max_grad_norm: float = setting(1.0, "Norm to which larger gradients are cut.", above=0, argument="max_grad_norm")
+    max_grad_norm: float = setting(
+        1.0, "Norm to which larger gradients are cut.", above=0, most=1_000_000_000, argument="max_grad_norm"
+    )
     loss: str = setting(
         "kl",
         "kl compares with the base's own full attention, ce with the text, mse compares the attention's outputs layer "
@@ -84,9 +101,11 @@ class Recipe:
         choices=("kl", "ce", "mse"),
         argument="loss",
     )
-    mse_weight: float = setting(0.0, "Weight of the mse loss beside kl or ce.", least=0, argument="mse_weight")
+    mse_weight: float = setting(
+        0.0, "Weight of the mse loss beside kl or ce.", least=0, most=1_000_000, argument="mse_weight"
+    )
     temperature: float = setting(
-        1.0, "Softmax temperature of teacher and student.", above=0, most=1000, argument="temperature"
+        1.0, "Softmax temperature of teacher and student.", least=0.01, most=1000, argument="temperature"
     )
     label_shift: str = setting(
         "next",
@@ -118,6 +137,11 @@ class Recipe:
             raise RetrofitError(
                 f"min_length: {self.min_length} would leave out every conversation, because seq_len cuts them to "
                 f"{self.seq_len} tokens"
+            )
+        if self.local_steps > self.steps:
+            raise RetrofitError(
+                f"local_steps: {self.local_steps} is more than all steps, {self.steps}, of which they are the first: "
+                "set more steps, or fewer local ones"
             )
         # with window_sampling too: held-out rows are scored at the window that is saved
         if self.seq_len < self.window + self.sinks + 2:

@@ -31,7 +31,7 @@ from distill.parallel.zero import agreeing, find_config, is_partitioned, whole
 from distill.preflight import check_recipe, reporters
 from distill.progress import progress_bar
 from distill.recipe import Recipe
-from distill.results import COLUMNS, card_details, compare, title
+from distill.results import COLUMNS, card_details, compare, layer_errors, title
 from distill.resume import DATA_FILE, RECIPE_FILE, check_same_data, check_same_recipe, describe_data, last_whole
 from distill.trainer import DRAFT, DistillTrainer
 from patches.errors import RetrofitError
@@ -146,6 +146,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         "tokens": split.tokens,
         "data": split.counts.to_dict(),
         "parameters": sizes,
+        "layers": layer_errors(state.log_history),
         "curve": state.log_history,
         "command": command,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")}
@@ -186,14 +187,15 @@ def _remove_drafts(output: Path) -> None:
 
 
 class _Begin(TrainerCallback):
-    """Calls a function right before the first step: the trainer has refused by then what it would."""
+    """Calls a function when the first step's gradients are there: the trainer has refused by then what it would."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self.begin = begin
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Once, after the optimizer and the engine are made."""
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Once: the data could be read, the step fitted into memory, and its loss was finite."""
         self.begin()
+        self.begin = lambda: None
 
 
 @dataclass
@@ -214,7 +216,7 @@ class _Fit:
 
         Args:
             engine: DeepSpeed's configuration.
-            begin: called when nothing can be refused any more, right before the first step if there is one.
+            begin: called when nothing can be refused any more, right before the first step is applied if there is one.
 
         Raises:
             KeyboardInterrupt: asked to stop; a checkpoint was written.

@@ -7,7 +7,7 @@ docs/memories/joint.md for the equations and what each part is worth.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from .kernels import gated_delta_rule, linear_attention
 from .linear import HeadLinear, WideLinear, wide
 from .memory import Joined, Kept
 from .on_window import WindowOnly, behind
-from .options import Options
+from .options import Options, true_or_false
 from .rotary import unrotate
 from .step import Evicted, Step
 
@@ -36,31 +36,40 @@ class JointOptions(Options):
 
     Attributes:
         branches: ``"both"``, or ``"linear"``: all of the state to the linear branch, for ordinary text.
+        shared_state: whether the query heads of a key head read one state, through maps of their own. Without it each
+            has a state of its own.
     """
 
+    before: ClassVar[dict[str, Any]] = {"shared_state": False}
+
     branches: str = "both"
+    shared_state: bool = True
 
     def __post_init__(self) -> None:
         one_of("branches", self.branches, "both", "linear")
+        true_or_false("shared_state", self.shared_state)
 
 
 class Branch(nn.Module):
-    """What both branches have: feature maps, write gates, a bias in the softmax and a matrix after the read."""
+    """What both branches have: feature maps, write gates, a bias in the softmax and a matrix after the read.
 
-    def __init__(self, hidden: int, heads: int, dim: int, features: int):
+    What writes is there once for each of the H_s states, what reads once for each of the H query heads.
+    """
+
+    def __init__(self, hidden: int, heads: int, states: int, dim: int, features: int):
         super().__init__()
         self.q_map = nn.Parameter(torch.empty(heads, dim, features))
-        self.k_map = nn.Parameter(torch.empty(heads, dim, features))
-        self.write = WideLinear(hidden, heads)
-        self.forget = WideLinear(hidden, heads)
+        self.k_map = nn.Parameter(torch.empty(states, dim, features))
+        self.write = WideLinear(hidden, states)
+        self.forget = WideLinear(hidden, states)
         self.logit = WideLinear(hidden, heads)
         self.read_proj = HeadLinear(heads, dim)
 
     def reset_parameters(self, logit: float) -> None:
         """``logit``: what is added to the logit in the shared softmax at the start."""
         # one frame of orthonormal directions for queries and keys: alike before training, alike after the map
-        frame = torch.linalg.qr(torch.randn(self.q_map.shape, dtype=torch.float32)).Q
-        init.copy_(self.q_map, frame)
+        frame = torch.linalg.qr(torch.randn(self.k_map.shape, dtype=torch.float32)).Q
+        init.copy_(self.q_map, frame.repeat_interleave(len(self.q_map) // len(frame), 0))
         init.copy_(self.k_map, frame)
         rate = math.log(math.expm1(FORGETTING))  # the inverse softplus
         for linear, bias in ((self.write, 0.0), (self.forget, rate), (self.logit, logit)):
@@ -69,12 +78,12 @@ class Branch(nn.Module):
         init.zeros_(self.read_proj.weight)
 
     def gates(self, x: Tensor) -> list[Tensor]:
-        """Writing strength in (0, 1) and log decay below 0 of tokens with input ``x`` (B, n, E), each ``(B, n, H)``."""
+        """Writing strength in (0, 1) and log decay of tokens with input ``x`` (B, n, E), each ``(B, n, H_s)``."""
         return [self.write(x).sigmoid(), -F.softplus(self.forget(x))]
 
     def mapped(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """``q`` (B, H, m, D) and ``k`` (B, H_kv, m, D) in this branch's features, both ``(B, H, m, F)``."""
-        k_map = self.k_map.to(k.dtype).unflatten(0, (k.shape[1], -1))  # (H_kv, G, D, F)
+        """``q`` (B, H, m, D) and ``k`` (B, H_kv, m, D) in this branch's features: ``(B, H or H_s, m, F)``."""
+        k_map = self.k_map.to(k.dtype).unflatten(0, (k.shape[1], -1))  # (H_kv, H_s / H_kv, D, F)
         return q @ self.q_map.to(q.dtype), torch.einsum("bkmd,kgdf->bkgmf", k, k_map).flatten(1, 2)
 
     def value(self, read: Tensor) -> Tensor:
@@ -93,12 +102,12 @@ class LinearBranch(Branch):
         Args:
             q: queries without positions ``(B, H, m, D)``.
             k: written keys, likewise ``(B, H_kv, m, D)``.
-            v: written values and a one ``(B, m, H, D + 1)``.
-            gates: writing strength and log decay ``(2, B, m, H)``.
-            state: the state before ``(B, H, F, D + 1)``, or None.
+            v: written values and a one ``(B, m, H_kv, D + 1)``.
+            gates: writing strength and log decay ``(2, B, m, H_s)``.
+            state: the state before ``(B, H_s, F, D + 1)``, or None.
 
         Returns:
-            What is read ``(B, m, H, D)``, the log of its mass ``(B, m, H)``, the new state ``(B, H, F, D + 1)``.
+            What is read ``(B, m, H, D)``, the log of its mass ``(B, m, H)``, the new state ``(B, H_s, F, D + 1)``.
         """
         q, k = (x.softmax(-1).transpose(1, 2) for x in self.mapped(q, k))
         beta, log_decay = gates.unbind()
@@ -136,9 +145,10 @@ class JointMemory(WindowOnly):
                 f"memory 'joint' needs heads of 4 or more, this base has {self.head_dim}: use 'ahn-gdn'"
             )
         self.both = options.branches == "both"
-        # with the column of ones a feature less keeps the state within AHN's H D^2: 2 (D/2 - 1) (D + 1) < D^2
+        # with the column of ones a feature less keeps a state within AHN's D^2: 2 (D/2 - 1) (D + 1) < D^2
         self.features = self.head_dim // 2 - 1 if self.both else self.head_dim - 1
-        shape = (self.hidden_size, self.heads, self.head_dim, self.features)
+        self.states = self.kv_heads if options.shared_state else self.heads  # H_s
+        shape = (self.hidden_size, self.heads, self.states, self.head_dim, self.features)
         self.linear = LinearBranch(*shape)
         self.delta = DeltaBranch(*shape) if self.both else None
         self.opening = nn.Parameter(torch.empty(self.heads))  # s
@@ -155,17 +165,18 @@ class JointMemory(WindowOnly):
             init.zeros_(self.familiarity)
 
     def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
-        kept = Kept((self.heads, self.features, self.head_dim + 1), wide(dtype))
+        kept = Kept((self.states, self.features, self.head_dim + 1), wide(dtype))
         return {"linear": kept, "delta": kept} if self.both else {"linear": kept}
 
     def write_gates(self, x: Tensor) -> Tensor:
-        """Writing strength and log decay of each branch and head, ``(B, n, 2 H)`` or ``(B, n, 4 H)``, float32."""
+        """Writing strength and log decay of each branch and state, ``(B, n, 2 H_s)`` or ``(B, n, 4 H_s)``, float32."""
         branches = [self.linear] if self.delta is None else [self.linear, self.delta]
         return torch.cat([gate for branch in branches for gate in branch.gates(x)], -1)
 
     def state_flops(self, evicted: int) -> int:
-        # a write, a read by the query; half of two branches corrects by a read of its key
-        return int((2.5 if self.both else 2) * 2 * self.state_elements() * evicted)
+        # each branch: a write, a read by every query of the group; the delta rule corrects by a read of its key
+        products = (1 + self.both) * (self.states + self.heads) + self.both * self.states
+        return 2 * self.features * (self.head_dim + 1) * products * evicted
 
     def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
         assert gates is not None
@@ -178,7 +189,7 @@ class JointMemory(WindowOnly):
         # without positions: features of rotated keys would depend on where a text begins, not on distances alone
         q = unrotate(q, *now.turn_of_slots(now.seen + first, gone.count))
         k = unrotate(k, *now.turn_of_slots(gone.start, gone.count))
-        gates = gates.unflatten(-1, (-1, 2, self.heads)).permute(2, 3, 0, 1, 4)  # (branches, 2, B, m, H)
+        gates = gates.unflatten(-1, (-1, 2, self.states)).permute(2, 3, 0, 1, 4)  # (branches, 2, B, m, H_s)
         logits, far = self._read(step, step.x[:, first:], q, k, v, gates)
         lse = self.window_weight.to(gates.dtype) * step.lse[:, first:].to(gates.dtype)
         share = torch.stack([lse, *logits]).softmax(0)[1:]  # (branches, B, m, H)
@@ -194,7 +205,7 @@ class JointMemory(WindowOnly):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Write and read each branch: its logit ``(B, m, H)`` beside the window's, its output ``(B, m, H, D)``."""
         state = {} if step.layer is None else step.layer.state
-        v = pad(v, (0, 1), value=1.0).repeat_interleave(self.heads // self.kv_heads, 1).transpose(1, 2)
+        v = pad(v, (0, 1), value=1.0).transpose(1, 2)
         far, log_mass, state["linear"] = self.linear(q, k, v, gates[0], state.get("linear"))
         logits, outputs = [log_mass + self.linear.logit(x)], [far]
         if self.delta is not None:

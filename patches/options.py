@@ -2,14 +2,20 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from .errors import RetrofitError, nearest
 
 
 @dataclass(frozen=True)
 class Options:
-    """A kind's own options; a subclass adds fields and checks their ranges in ``__post_init__``."""
+    """A kind's own options; a subclass adds fields and checks their ranges in ``__post_init__``.
+
+    Attributes:
+        before: the option's value in a memory that was saved when there was no such option, if it is not the default.
+    """
+
+    before: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def read(cls, kind: str, options: dict[str, Any]) -> Any:

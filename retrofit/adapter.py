@@ -1,5 +1,6 @@
 """Adapters: the memory's weights and configuration without the base, in PEFT's file layout but without needing PEFT."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +111,20 @@ def load_adapter(
     return model
 
 
-def patch_as(base: PreTrainedModel | str, memory: dict[str, Any], model_kwargs: dict[str, Any] | None = None) -> Any:
+def patch_as(
+    base: PreTrainedModel | str, memory: dict[str, Any], model_kwargs: dict[str, Any] | None = None, saved: bool = True
+) -> Any:
     """``base`` patched as an adapter's configuration says; the memory's weights are fresh.
+
+    Args:
+        saved: whether there are weights for it: it may then be from before an option that new ones have.
 
     Raises:
         RetrofitError: as :func:`retrofit.patch`, or the configuration is damaged.
     """
     config = MemoryConfig.from_dict(memory)
-    find_kind(config.kind).read_options(config.options)
+    kind = find_kind(config.kind)
+    options = asdict((kind.saved_options if saved else kind.read_options)(config.options))
     return patch(
         base,
         config.kind,
@@ -126,7 +133,7 @@ def patch_as(base: PreTrainedModel | str, memory: dict[str, Any], model_kwargs: 
         layers=config.layers,
         others=config.others,
         model_kwargs=model_kwargs,
-        **config.options,
+        **options,
     )
 
 

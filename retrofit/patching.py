@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
-from patches.kinds import find_kind
+from patches.kinds import find_kind, new_memory
 
 from .families import find_family, is_retrofit
 from .loading import load_base
@@ -56,8 +56,7 @@ def patch(
     Raises:
         RetrofitError: an unsupported family or base, an unknown memory or option, a value out of range.
     """
-    kind = find_kind(memory)
-    kind.read_options(options)
+    find_kind(memory).read_options(options)  # before a base is loaded
     if not isinstance(base, PreTrainedModel):
         if not isinstance(base, str) and not hasattr(base, "__fspath__"):
             raise RetrofitError(f"the base must be a transformers model, a path or a Hub id, not {type(base).__name__}")
@@ -79,7 +78,8 @@ def patch(
     name, revision = _origin(base)
     frequencies = base.model.rotary_emb.inv_freq.dtype
     rounded = None if frequencies.itemsize >= 4 else str(frequencies).removeprefix("torch.")
-    settings = MemoryConfig(memory, window, sinks, layers, others, options, name, revision, rounded)
+    origin = {"base": name, "base_revision": revision, "rotary_dtype": rounded}
+    settings = new_memory(memory, window, sinks, layers, others, options, **origin)
     check_base(base.config, settings)
     model = skeleton(base.config, settings)
     added, there = sum(p.numel() for _, p in model.memory_parameters()), base.num_parameters()

@@ -82,7 +82,8 @@ class RetrofitTuner(BaseTuner):
         config = self.peft_config[adapter_name]
         if config.memory is None:
             raise RetrofitError("RetrofitConfig needs memory={'kind': ..., 'window': ..., 'sinks': ...}")
-        self.model, self.switch = patch_as(model, config.memory), MemorySwitch(adapter_name)
+        self.model = patch_as(model, config.memory, saved=config.fingerprint is not None)
+        self.switch = MemorySwitch(adapter_name)
         if any(parameter.is_meta for parameter in self.model.parameters()):
             raise RetrofitError(
                 "low_cpu_mem_usage leaves the model without its weights: load the adapter without that argument"

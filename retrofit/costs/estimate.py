@@ -11,7 +11,7 @@ import torch
 
 from patches.config import MemoryConfig, check_base, keep_their_window, native_window
 from patches.errors import RetrofitError, one_of
-from patches.kinds import build_memory, find_kind
+from patches.kinds import build_memory, new_memory
 from patches.memory import Memory
 from retrofit.costs.bases import base_config
 from retrofit.costs.flops import Shape, forward_flops
@@ -122,11 +122,10 @@ def estimate(
     one_of("dtype", dtype, "auto", *DTYPES)
     own = getattr(config, "dtype", None)
     kept = DTYPES[dtype] if dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
-    find_kind(memory).read_options(options)
+    asked = new_memory(memory, window, sinks, layers, others, options)
     plain = MemoryConfig("none", window, sinks, layers, others)
     check_base(config, plain)
     rows = []
-    asked = MemoryConfig(memory, window, sinks, layers, others, options)
     kinds: dict[str, MemoryConfig | None] = {"full": None, "window": plain, memory: asked}
     if memory == "none":
         del kinds["none"]

@@ -4,11 +4,11 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from retrofit.evaluation.settings import KEYS
+from retrofit.head import log_probs
 
 CHUNK: int = KEYS["chunk"].default
 
@@ -63,14 +63,16 @@ def answer(
 def choose(model: Any, tokenizer: Any, prompt: str, choices: tuple[str, ...], chunk: int = CHUNK) -> str:
     """The one of ``choices`` that is likeliest after ``prompt``, by log-likelihood per character."""
     ids = tokenizer(prompt, return_tensors="pt", verbose=False)["input_ids"].to(model.device)
-    logits, cache = prefill(model, ids, chunk)
+    last, cache = ids.shape[1] - 1, DynamicCache(config=model.config)
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    for piece in pieces(last, chunk):
+        decoder(input_ids=ids[:, piece], past_key_values=cache, use_cache=True)
     scores = []
     for choice in choices:
         whole = tokenizer(prompt + choice, return_tensors="pt", verbose=False)["input_ids"].to(model.device)
-        rest = whole[:, ids.shape[1] :]
-        later = model(rest, past_key_values=copy.deepcopy(cache), use_cache=True).logits[0, :-1]
-        log_probs = torch.cat([logits[None], later]).float().log_softmax(-1)
-        scores.append(log_probs.gather(-1, rest.T).sum().item() / len(choice))
+        rest = decoder(input_ids=whole[:, last:-1], past_key_values=copy.deepcopy(cache), use_cache=True)
+        likely = log_probs(rest.last_hidden_state[0], head.weight, head.bias).gather(-1, whole[:, last + 1 :].T)
+        scores.append(likely.sum().item() / len(choice))
     return choices[scores.index(max(scores))]
 
 

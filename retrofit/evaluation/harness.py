@@ -1,13 +1,19 @@
 """lm-evaluation-harness on several rows of one base: its tasks, with the lengths and the chat template they need."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from patches.errors import RetrofitError, nearest
 from retrofit.chat import check_template
+from retrofit.evaluation.scores import hidden_states
 from retrofit.files import write_json
+from retrofit.head import log_probs
 from retrofit.table import finite
 
 # RULER's tasks there have a column for each of these lengths, and none for others
@@ -99,6 +105,7 @@ def run_harness(
         harness = HFLM(
             pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length
         )
+        harness._model_call = partial(_logits, model)  # its own likelihoods are rounded to the model's dtype
         for template in (False, True):
             asked = [task for name, task in loaded.items() if chat[name] is template]
             if asked:
@@ -117,6 +124,13 @@ def run_harness(
         if output is not None:
             write_json(output, finite(summary))
     return summary
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    """Log-probabilities (B, T, V) of texts (B, T), in float32 for a 16-bit model too: the harness asks for logits."""
+    head, states = model.get_output_embeddings(), hidden_states(model, {"input_ids": ids})
+    return log_probs(states.flatten(0, 1), head.weight, head.bias).unflatten(0, ids.shape)
 
 
 def _is_ruler(name: str) -> bool:

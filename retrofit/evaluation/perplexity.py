@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from patches.errors import RetrofitError, one_of
-from retrofit.evaluation.scores import score_hidden
+from retrofit.evaluation.scores import cached_readers, scored_pieces
 from retrofit.files import at_home
 from retrofit.patching import patch
 
@@ -86,17 +85,11 @@ def perplexity_by_size(
 
 def perplexity(model: Any, sequences: Tensor, *, chunk: int = CHUNK) -> float:
     """Perplexity of texts (N, T), each read by itself in chunks of so many tokens; every token but the first counts."""
-    head = model.get_output_embeddings()
-    total, last = 0.0, sequences.shape[1] - 1  # the last token has no next one to predict
-    for text in sequences:
-        ids = text[None].to(head.weight.device)
-        cache = DynamicCache(config=model.config)
-        for at in range(0, last, chunk):
-            end = min(at + chunk, last)
-            states = model.get_decoder()(input_ids=ids[:, at:end], past_key_values=cache, use_cache=True)
-            scores = score_hidden({"model": states.last_hidden_state[0]}, head, ids[0, at + 1 : end + 1])
+    head, total = model.get_output_embeddings(), 0.0
+    for text in sequences.to(head.weight.device):
+        for _, scores in scored_pieces(cached_readers({"model": model}), head, text[None], 0, chunk):
             total += scores["model"][0].sum(dtype=torch.float64).item()
-    return math.exp(total / (len(sequences) * last))
+    return math.exp(total / (len(sequences) * (sequences.shape[1] - 1)))  # the last token has no next one to predict
 
 
 def table(found: Mapping[str, Mapping[int | None, float]]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from patches.errors import RetrofitError
 from retrofit.evaluation.contenders import Contender, ready
-from retrofit.evaluation.feeding import CHUNK, pieces
+from retrofit.evaluation.feeding import CHUNK
+from retrofit.evaluation.scores import cached_readers, scored_pieces
 from retrofit.evaluation.store import ResultStore
 
 
@@ -54,7 +54,7 @@ def score_recall(
                     if key not in store:
                         generator = torch.Generator().manual_seed(hash((seed, length, count, number)) % 2**63)
                         ids, asked = sequence(vocabulary, length, count, generator)
-                        scores = {row.name: _recalled(row.model, ids, asked, chunk) for row in rows}
+                        scores = _recalled(rows, ids, asked, chunk)
                         store.add(key, kind="recall", length=length, bindings=count, scores=scores)
                     done += 1
                     if on_sample is not None:
@@ -77,18 +77,17 @@ def plain_tokens(tokenizer: Any, size: int) -> Tensor:
     return ids[~torch.isin(ids, torch.tensor(sorted(set(tokenizer.all_special_ids)), dtype=torch.long))]
 
 
-def _recalled(model: Any, ids: Tensor, asked: Tensor, chunk: int) -> float:
-    """Share of the positions ``asked`` after which the likeliest token is the right one."""
-    cache = DynamicCache(config=model.config)
-    ids = ids[None].to(model.device)
-    right = 0
-    for piece in pieces(ids.shape[1] - 1, chunk):
-        states = model.get_decoder()(input_ids=ids[:, piece], past_key_values=cache, use_cache=True).last_hidden_state
-        here = asked[(asked >= piece.start) & (asked < piece.stop)].to(ids.device)
-        if len(here):
-            logits = model.get_output_embeddings()(states[0, here - piece.start])
-            right += int((logits.argmax(-1) == ids[0, here + 1]).sum())
-    return right / len(asked)
+def _recalled(rows: Sequence[Contender], ids: Tensor, asked: Tensor, chunk: int) -> dict[str, float]:
+    """For each row, the share of the positions ``asked`` after which the likeliest token is the right one."""
+    head, ids = rows[0].model.get_output_embeddings(), ids[None].to(rows[0].model.device)
+    where = torch.zeros_like(ids[:, 1:], dtype=torch.bool)
+    where[0, asked] = True
+    right = {row.name: 0 for row in rows}
+    readers = cached_readers({row.name: row.model for row in rows})
+    for _, scores in scored_pieces(readers, head, ids, 0, chunk, where):
+        for name, (_, _, correct) in scores.items():
+            right[name] += int(correct.sum())
+    return {name: count / len(asked) for name, count in right.items()}
 
 
 def recall_means(store: ResultStore, rows: Sequence[str]) -> list[dict[str, Any]]:

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from patches.errors import RetrofitError
+from retrofit.evaluation.feeding import pieces
 from retrofit.head import chunks, gathered, kl, log_probs
 
 # logits held at once per model, in elements: 64 MiB of fp32
@@ -93,22 +96,26 @@ def evaluate(
     if not scored.any():
         raise RetrofitError(f"no token after position {start} is labelled: there is nothing to score past the window")
     first = next(iter(models.values()))
-    device = first.get_output_embeddings().weight.device
-    rows: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in (["teacher"] if teacher else []) + list(models)}
+    head = first.get_output_embeddings()
+    device = head.weight.device
+
+    def as_teacher(ids: Tensor) -> Tensor:
+        with first.memory_off():
+            return _read_alone(first, ids)
+
+    readers: dict[str, Reader] = {"teacher": as_teacher} if teacher else {}
+    readers |= {name: partial(_read_alone, one) for name, one in models.items()}
+    rows: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in readers}
     with torch.no_grad(), evaluating(*models.values()):
         for at in range(0, len(sequences), batch_size):
             where = scored[at : at + batch_size]
             last = int(where.any(0).nonzero().max()) if where.any() else 0
             # what comes after the last label changes nothing before it
-            ids, taken = sequences[at : at + batch_size, : start + last + 2].to(device), where[:, : last + 1].to(device)
-            hidden = {}
-            if teacher:
-                with first.memory_off():
-                    hidden["teacher"] = _hidden(first, ids, start)[taken]
-            hidden |= {name: _hidden(one, ids, start)[taken] for name, one in models.items()}
-            targets = ids[:, start + 1 :][taken]
-            for name, scores in score_hidden(hidden, first.get_output_embeddings(), targets).items():
-                rows[name].append(tuple(_spread(part.cpu(), where) for part in scores))
+            ids = sequences[at : at + batch_size, : start + last + 2].to(device)
+            taken = where[:, : last + 1].to(device)
+            for _, scores in scored_pieces(readers, head, ids, start, ids.shape[1], taken):
+                for name, parts in scores.items():
+                    rows[name].append(tuple(_spread(part.cpu(), where) for part in parts))
             if on_batch is not None:
                 on_batch(min(at + batch_size, len(sequences)), len(sequences))
     columns = {name: [torch.cat(parts) for parts in zip(*batches, strict=True)] for name, batches in rows.items()}
@@ -136,9 +143,51 @@ def hidden_states(model: Any, tokens: Mapping[str, Tensor], decoder: Any = None)
     return taken[0]
 
 
-def _hidden(model: Any, ids: Tensor, start: int) -> Tensor:
-    """(B, T) ids -> (B, P, E) hidden states of the positions from ``start`` to the last that has a next token."""
-    return hidden_states(model, {"input_ids": ids})[:, start:-1]
+def _read_alone(model: Any, ids: Tensor) -> Tensor:
+    return hidden_states(model, {"input_ids": ids})
+
+
+# the next (B, n) ids of a text in, the hidden states (B, n, E) of their positions out
+Reader = Callable[[Tensor], Tensor]
+
+
+def cached_readers(models: Mapping[str, Any]) -> dict[str, Reader]:
+    """A reader for each model that keeps what it read in a cache of its own, which is bounded where the model is."""
+    caches = {name: DynamicCache(config=model.config) for name, model in models.items()}
+
+    def reader(name: str, model: Any) -> Reader:
+        return lambda ids: (
+            model.get_decoder()(input_ids=ids, past_key_values=caches[name], use_cache=True).last_hidden_state
+        )
+
+    return {name: reader(name, model) for name, model in models.items()}
+
+
+def scored_pieces(
+    readers: Mapping[str, Reader], head: Any, ids: Tensor, start: int, chunk: int, where: Tensor | None = None
+) -> Iterator[tuple[slice, dict[str, tuple[Tensor, ...]]]]:
+    """Read texts chunk by chunk and score what each position from ``start`` on says of the next token.
+
+    All models read a chunk before any reads the next, so that hidden states live for one chunk only.
+
+    Args:
+        readers: of the models; ``"teacher"``, if there, comes first.
+        head: the linear module that they share.
+        ids: (B, T); the last token is predicted, and read by nobody.
+        chunk: tokens at a time.
+        where: (B, T - 1 - start), True where a position counts; None means everywhere.
+
+    Yields:
+        The positions, and :func:`score_hidden` of those that count among them, row by row.
+    """
+    for piece in pieces(ids.shape[1] - 1, chunk):
+        states = {name: read(ids[:, piece]) for name, read in readers.items()}
+        first = max(piece.start, start)
+        if first < piece.stop:
+            counts = torch.ones_like(ids[:, first : piece.stop], dtype=torch.bool)
+            counts = counts if where is None else where[:, first - start : piece.stop - start]
+            hidden = {name: found[:, first - piece.start :][counts] for name, found in states.items()}
+            yield slice(first, piece.stop), score_hidden(hidden, head, ids[:, first + 1 : piece.stop + 1][counts])
 
 
 def score_hidden(hidden: dict[str, Tensor], head: Any, targets: Tensor) -> dict[str, tuple[Tensor, ...]]:

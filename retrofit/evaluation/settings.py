@@ -38,7 +38,7 @@ class Settings:
         least=1,
     )
     depths: tuple[float, ...] = setting(
-        (0.0, 0.25, 0.5, 0.75, 1.0), "Depth of a needle, from 0 to 1; repeat for more.", flag="--depth"
+        (0.0, 0.25, 0.5, 0.75, 1.0), "Depth of a needle; repeat for more.", flag="--depth", least=0, most=1
     )
     samples: int = setting(5, "Samples of a probe at each length and depth.", least=1)
     bindings: tuple[int, ...] = setting((1, 4, 16), "Pairs to remember in recall; repeat for more.", least=1)

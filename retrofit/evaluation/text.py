@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from patches.errors import RetrofitError
 from retrofit.evaluation.contenders import Contender, lossless, ready
-from retrofit.evaluation.feeding import CHUNK, pieces
-from retrofit.evaluation.scores import score_hidden
+from retrofit.evaluation.feeding import CHUNK
+from retrofit.evaluation.scores import cached_readers, scored_pieces
 from retrofit.evaluation.store import ResultStore
 
 
@@ -23,8 +22,6 @@ def score_text(
     on_sequence: Callable[[int], None] | None = None,
 ) -> None:
     """Score every row on the same positions of each sequence that ``store`` has no scores of.
-
-    All rows read a chunk before any reads the next, so that the teacher's hidden states live for one chunk only.
 
     Args:
         sequences: (N, T) token ids, without padding.
@@ -60,28 +57,15 @@ def distances(rows: Sequence[Contender], length: int) -> list[int]:
 
 
 def _score(rows: Sequence[Contender], ids: Tensor, start: int, edges: list[int], chunk: int) -> dict[str, Any]:
-    caches = {row.name: DynamicCache(config=row.model.config) for row in rows}
-    head = rows[0].model.get_output_embeddings()
-    last = ids.shape[1] - 1  # the last token has no next one to predict
     kl = {row.name: torch.zeros(len(edges), dtype=torch.float64) for row in rows}
     nll = {name: torch.zeros_like(sums) for name, sums in kl.items()}
     counts = torch.zeros(len(edges), dtype=torch.long)
-    bounds = torch.tensor(edges)
-    for piece in pieces(last, chunk):
-        hidden = {}
-        for row in rows:
-            decoder = row.model.get_decoder()
-            states = decoder(input_ids=ids[:, piece], past_key_values=caches[row.name], use_cache=True)
-            hidden[row.name] = states.last_hidden_state[0]
-        first = max(piece.start, start)
-        if first >= piece.stop:
-            continue
-        where = torch.arange(first, piece.stop) - start
-        bucket = torch.bucketize(where, bounds, right=True) - 1
+    readers = cached_readers({row.name: row.model for row in rows})
+    for where, scores in scored_pieces(readers, rows[0].model.get_output_embeddings(), ids, start, chunk):
+        past = torch.arange(where.start, where.stop) - start
+        bucket = torch.bucketize(past, torch.tensor(edges), right=True) - 1
         counts += torch.bincount(bucket, minlength=len(edges))
-        past = {name: states[first - piece.start :] for name, states in hidden.items()}
-        targets = ids[0, first + 1 : piece.stop + 1]
-        for name, (losses, divergence, _) in score_hidden(past, head, targets).items():
+        for name, (losses, divergence, _) in scores.items():
             nll[name].index_add_(0, bucket, losses.double().cpu())
             kl[name].index_add_(0, bucket, divergence.double().cpu())
     return {

@@ -25,6 +25,7 @@ from distill.resume import last_whole
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS
 from retrofit.convert import published_name
+from retrofit.settings import LARGEST, settings
 from tests.retrofit.test_convert import published, write_published
 
 MakeBase = Callable[..., PreTrainedModel]
@@ -242,9 +243,41 @@ def test_a_run_does_not_replace_what_it_reads(recipe: Recipe, what: str) -> None
 
 
 def test_weights_that_are_not_finite_after_the_last_step_are_not_exported(recipe: Recipe) -> None:
+    one = changed(recipe, warmup=0.0, steps=1)
+    object.__setattr__(one, "lr", 1e300)  # which no recipe may say
     with pytest.raises(RetrofitError, match="weights are not finite after step 1"):
-        distill(changed(recipe, lr=1e300, warmup=0.0, steps=1))
+        distill(one)
     assert {path.name for path in Path(str(recipe.output)).iterdir()} <= {"log.jsonl", "recipe.yaml", "run.json"}
+
+
+# settings that say how much there is to do, or what there is to learn from, not how
+FIXED = ("window", "sinks", "seq_len", "min_length", "holdout", "steps")
+
+
+@pytest.mark.parametrize("end", ["least", "most"])
+def test_a_step_at_the_limits_of_every_number(recipe: Recipe, end: str) -> None:
+    """What a recipe may say can be run: no number that is let in ends in infinities."""
+    numbers = {name: key for name, key in settings(Recipe).items() if key.kind in (int, float) and name not in FIXED}
+    lowest = {name: 1e-300 if key.least is None else key.least for name, key in numbers.items()}
+    highest = {name: key.most or LARGEST for name, key in numbers.items()} | {"adam_beta2": 1 - 1e-16, "warmup": 0}
+    values = {"least": lowest, "most": highest}[end]
+    metrics = distill(changed(recipe, steps=1, **{n: numbers[n].kind(value) for n, value in values.items()}))
+    assert all(math.isfinite(row["nll"]) for row in metrics["rows"])
+
+
+def test_a_first_step_that_fails_leaves_nothing(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RetrofitError("the loss is nan")
+
+    distill(changed(recipe, steps=1))
+    run = Path(str(recipe.output))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    monkeypatch.setattr(DistillTrainer, "training_step", fail)
+    for output in (run, run.parent / "new" / "run"):
+        with pytest.raises(RetrofitError, match="the loss is nan"):
+            distill(changed(recipe, output=str(output)), overwrite=True)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert not (run.parent / "new").exists()
 
 
 def test_drafts_of_a_killed_run_are_cleaned(recipe: Recipe) -> None:

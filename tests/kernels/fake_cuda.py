@@ -101,7 +101,7 @@ def count(kinds: str, tokens: str, window: str) -> dict[str, Any]:
     """
     import patches.frames
     import patches.window
-    from patches.config import MemoryConfig
+    from patches.kinds import new_memory
     from retrofit.patching import skeleton
 
     patches.frames.scaled_dot_product_attention = patches.window.scaled_dot_product_attention = attention
@@ -120,7 +120,7 @@ def count(kinds: str, tokens: str, window: str) -> dict[str, Any]:
     counted = Kernels()
     stand_in_for_fla(counted)
     for kind in kinds.split(","):
-        model = skeleton(config, MemoryConfig(kind, int(window), 4)).eval()
+        model = skeleton(config, new_memory(kind, int(window), 4)).eval()
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             place(model)
             ids, cache = torch.zeros(1, int(tokens), dtype=torch.long, device="cuda"), DynamicCache()
@@ -174,7 +174,7 @@ def flash(padding: str) -> dict[str, Any]:
             out, sums = window_flash._Window.forward(context, *rows, plan)
             grads = window_flash._Window.backward(context, out, sums if lse else None)
             found[f"lse={lse}"] = [described(x) for x in (out, sums, *grads)]
-        one = kernels.decode_attention(rows[0][:, :1], rows[1], rows[2], scale=0.4, lse=True)
+        one = kernels.decode_attention(*(x.transpose(1, 2) for x in (rows[0][:, :1], *rows[1:3])), scale=0.4, lse=True)
         return {**found, "decode": [described(x) for x in one]}
 
 

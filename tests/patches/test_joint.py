@@ -1,13 +1,15 @@
 """The joint memory: its equations written as a loop, its bytes, what it does not depend on, options and refusals."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, softplus
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import retrofit
 from patches.errors import RetrofitError
@@ -20,9 +22,17 @@ MakeBase = Callable[..., PreTrainedModel]
 B, T, SCALE = 2, 27, 0.3
 
 
-@pytest.fixture(params=["both", "linear"])
-def branches(request: pytest.FixtureRequest) -> str:
-    return request.param
+FORMS = {
+    "both": {},
+    "linear": {"branches": "linear"},
+    "both, by query head": {"shared_state": False},
+    "linear, by query head": {"branches": "linear", "shared_state": False},
+}
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return FORMS[request.param]
 
 
 def apply(layer: torch.nn.Linear, x: Tensor) -> Tensor:
@@ -37,6 +47,7 @@ def written_out(memory: JointMemory, x: Tensor, q: Tensor, k: Tensor, v: Tensor,
     for b in range(B):
         for h in range(memory.heads):
             kv = h // (memory.heads // memory.kv_heads)
+            s = h // (memory.heads // memory.states)
             states = {name: torch.zeros(memory.features, memory.head_dim + 1).double() for name in ("linear", "delta")}
             for t in range(T):
                 seen = [j for j in range(t + 1) if t - j < W or j < S]
@@ -50,9 +61,9 @@ def written_out(memory: JointMemory, x: Tensor, q: Tensor, k: Tensor, v: Tensor,
                 weigh, candidates = [memory.window_weight[h] * scores.logsumexp(0)], [window]
                 for name in ("linear", "delta")[: 1 + memory.both]:
                     branch = getattr(memory, name)
-                    beta = apply(branch.write, x[b, j])[h].sigmoid()
-                    decay = (-softplus(apply(branch.forget, x[b, j])[h])).exp()
-                    key, query = k[b, kv, j] @ branch.k_map[h].double(), q[b, h, t] @ branch.q_map[h].double()
+                    beta = apply(branch.write, x[b, j])[s].sigmoid()
+                    decay = (-softplus(apply(branch.forget, x[b, j])[s])).exp()
+                    key, query = k[b, kv, j] @ branch.k_map[s].double(), q[b, h, t] @ branch.q_map[h].double()
                     state = decay * states[name]
                     if name == "linear":
                         key, query = (u.softmax(0) for u in (key, query))
@@ -73,8 +84,8 @@ def written_out(memory: JointMemory, x: Tensor, q: Tensor, k: Tensor, v: Tensor,
     return out
 
 
-def test_it_is_the_equations(make_base: MakeBase, branches: str) -> None:
-    model = awake(make_base("Qwen2"), "joint", branches=branches)
+def test_it_is_the_equations(make_base: MakeBase, form: dict[str, Any]) -> None:
+    model = awake(make_base("Qwen2"), "joint", **form)
     memory = model.model.layers[0].self_attn.memory
     generator = torch.Generator().manual_seed(1)
     shapes = [(B, T, 64), *((B, heads, T, 16) for heads in (4, 2, 2))]
@@ -97,18 +108,21 @@ def test_it_is_the_equations(make_base: MakeBase, branches: str) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [4, 8, 32, 64, 96, 128])
-def test_no_more_bytes_than_ahn(make_base: MakeBase, branches: str, head_dim: int) -> None:
+def test_no_more_bytes_than_ahn(make_base: MakeBase, form: dict[str, Any], head_dim: int) -> None:
     base = make_base("Qwen3", head_dim=head_dim)
-    ours = retrofit.patch(base, "joint", W, S, branches=branches)
+    ours = retrofit.patch(base, "joint", W, S, **form)
     cache = ours(tokens(1, 30), use_cache=True).past_key_values
     held = sum(tensor.nbytes for tensor in cache.layers[0].state.values())
     assert held == retrofit.state_bytes(ours)
-    assert 0.4 * 4 * 4 * head_dim**2 < held <= retrofit.state_bytes(retrofit.patch(base, "ahn-gdn", W, S))
+    group = 1 if form.get("shared_state") is False else 2
+    whole = retrofit.state_bytes(retrofit.patch(base, "ahn-gdn", W, S))
+    assert 0.4 * 4 * 4 * head_dim**2 < group * held <= whole
 
 
-def test_the_linear_branch_alone_in_any_pieces_and_padding(base: PreTrainedModel) -> None:
+@pytest.mark.parametrize("options", [FORMS["linear"], FORMS["both, by query head"]], ids=str)
+def test_other_options_in_any_pieces_and_padding(base: PreTrainedModel, options: dict[str, Any]) -> None:
     """What tests/invariants asks of every kind with its usual options."""
-    model = awake(base.double(), "joint", branches="linear")
+    model = awake(base.double(), "joint", **options)
     lengths = (30, 19, 10, 3)
     ids, mask = tokens(len(lengths), 30), left_mask(lengths, 30)
     for sizes in ([30], [1] * 30, [11, 1, 18], [7, 6, 1, 1, 15]):
@@ -126,8 +140,8 @@ def test_an_empty_memory_weighs_nothing(make_base: MakeBase) -> None:
     close(logits(model, ids, mask, positions(mask))[1, 18:28], logits(model, ids[1:, 18:28])[0])
 
 
-def test_only_distances_matter(make_base: MakeBase, branches: str) -> None:
-    model = awake(make_base("Llama").double(), "joint", branches=branches)
+def test_only_distances_matter(make_base: MakeBase, form: dict[str, Any]) -> None:
+    model = awake(make_base("Llama").double(), "joint", **form)
     ids = tokens(2, 40)
     where = torch.arange(40).expand(2, -1)
     with torch.no_grad():
@@ -135,10 +149,10 @@ def test_only_distances_matter(make_base: MakeBase, branches: str) -> None:
     close(here, there, 1e-5)  # the angles themselves are float32
 
 
-def test_mixed_precision(make_base: MakeBase, branches: str) -> None:
+def test_mixed_precision(make_base: MakeBase, form: dict[str, Any]) -> None:
     base = make_base("Qwen2")
-    exact = awake(base, "joint", branches=branches)
-    half = awake(base.to(torch.bfloat16), "joint", branches=branches)
+    exact = awake(base, "joint", **form)
+    half = awake(base.to(torch.bfloat16), "joint", **form)
     ids, cache = tokens(2, 40), DynamicCache()
     with torch.no_grad():
         out = half(ids, past_key_values=cache).logits
@@ -150,10 +164,10 @@ def test_mixed_precision(make_base: MakeBase, branches: str) -> None:
     assert {tensor.dtype for layer in cache.layers for tensor in layer.state.values()} == {torch.float32}
 
 
-def test_closed_until_opened(make_base: MakeBase, branches: str) -> None:
+def test_closed_until_opened(make_base: MakeBase, form: dict[str, Any]) -> None:
     """All but the gates may be anything: the model is exactly the window's."""
     base = make_base("Qwen3")
-    model = awaken(retrofit.patch(base, "joint", W, S, branches=branches), push=1.0)
+    model = awaken(retrofit.patch(base, "joint", W, S, **form), push=1.0)
     opened = logits(model, tokens(2, 40))
     for memory in model.model.memories().values():
         torch.nn.init.zeros_(memory.opening)
@@ -168,6 +182,7 @@ def test_closed_until_opened(make_base: MakeBase, branches: str) -> None:
         ({"branches": "liner"}, "did you mean 'linear'"),
         ({"branches": 2}, "one of both, linear"),
         ({"branch": "linear"}, "did you mean 'branches'"),
+        ({"shared_state": 1}, "shared_state=1: use true or false"),
     ],
 )
 def test_options_out_of_range(make_base: MakeBase, options: dict[str, Any], says: str) -> None:
@@ -181,4 +196,22 @@ def test_heads_too_small(make_base: MakeBase) -> None:
 
 
 def test_usual_options() -> None:
-    assert JointMemory.read_options({}) == JointOptions("both")
+    assert JointMemory.read_options({}) == JointOptions("both", shared_state=True)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_saved_before_there_was_a_choice(make_base: MakeBase, tmp_path: Path, shared: bool) -> None:
+    """An adapter or a model without the key holds a state per query head; a new one names what it holds."""
+    base, ids = make_base("Qwen2"), tokens(2, 40)
+    model = awake(base, "joint", shared_state=shared)
+    expected = logits(model, ids)
+    assert model.config.memory["options"] == {"branches": "both", "shared_state": shared}
+    retrofit.save_adapter(model, tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "model")
+    if not shared:
+        for file in (tmp_path / "adapter" / "adapter_config.json", tmp_path / "model" / "config.json"):
+            config = json.loads(file.read_text())
+            config["memory"]["options"] = {}
+            file.write_text(json.dumps(config))
+    close(logits(retrofit.load_adapter(base, tmp_path / "adapter"), ids), expected)
+    close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), ids), expected)

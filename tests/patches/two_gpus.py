@@ -18,7 +18,7 @@ from transformers import DynamicCache, Qwen2Config
 import patches.frames
 import patches.modeling
 import patches.window
-from patches.config import MemoryConfig
+from patches.kinds import new_memory
 from patches.padding import Starts
 from retrofit.patching import skeleton
 
@@ -66,7 +66,7 @@ def run(kind: str, pads: tuple[int, ...]) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    model = skeleton(config, MemoryConfig(kind, W, S))
+    model = skeleton(config, new_memory(kind, W, S))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         place(model)
         cache, seen, padded = DynamicCache(), 0, any(pads)

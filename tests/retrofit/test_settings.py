@@ -8,9 +8,16 @@ import pytest
 from distill.arguments import DistillArguments
 from distill.recipe import Recipe
 from patches.errors import RetrofitError
-from retrofit.settings import markdown, settings
+from retrofit.evaluation.settings import Settings
+from retrofit.settings import Setting, markdown, settings
 
 KEYS = settings(Recipe)
+NUMBERS = {
+    f"{of.__name__}.{name}": key
+    for of in (Recipe, Settings)
+    for name, key in settings(of).items()
+    if {key.kind, key.kind is tuple and key.item} & {int, float}
+}
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -24,11 +31,11 @@ def test_a_key_takes_its_default_and_says_what_it_is(name: str) -> None:
         assert key.argument in DistillArguments.__dataclass_fields__
 
 
-@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.kind in (int, float)])
-@pytest.mark.parametrize("value", ["1" + "0" * 30, ".inf", ".nan", "-1", "true", "many"])
-def test_no_number_is_without_limits(name: str, value: str) -> None:
+@pytest.mark.parametrize("key", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("text", ["1" + "0" * 30, "1e300", "-1e300", ".inf", "-.inf", ".nan", "-1", "true", "many"])
+def test_no_number_is_without_limits(key: Setting, text: str) -> None:
     with pytest.raises(RetrofitError):
-        KEYS[name].parse(value)
+        key.parse(f"[{text}]" if key.kind is tuple else text)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import retrofit
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError
-from patches.kinds import KINDS
+from patches.kinds import KINDS, new_memory
 from retrofit.costs import bases
 from retrofit.costs.bases import base_config, built_in
 from retrofit.costs.estimate import Device, cache_parts, estimate, layer_memories
@@ -77,6 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "h2o, few": {"heavy": 3},
     "tensor-cache, all": {"slots": 2, "z_norm": True, "two_timescale": True},
     "joint, linear": {"branches": "linear"},
+    "joint, by query head": {"shared_state": False},
     "compressive, few": {"rows": 3, "ratio": 3},
 }
 
@@ -86,8 +87,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_bytes_are_those_of_a_real_cache(case: str, dtype: torch.dtype, make_base: MakeBase) -> None:
     kind, options = case.split(",")[0], OPTIONS.get(case, {})
     model = awake(make_base("Qwen2").to(dtype), kind, **options)
-    settings = MemoryConfig(kind, W, S, options=options)
-    memories = layer_memories(model.config, settings)
+    memories = layer_memories(model.config, new_memory(kind, W, S, options=options))
     for length in (5, W + S, W + S + 1, 18, 19, 40, 41, 90):
         _, cache = feed(model, tokens(2, length), [length])
         expected = sum(sum(cache_parts(model.config, memory, length, dtype)) for memory in memories)
@@ -159,6 +159,15 @@ def test_a_matrix_state_costs_its_products() -> None:
         assert memory is not None
         weights = sum(parameter.numel() for parameter in memory.parameters() if parameter.dim() > 1)
         assert memory.flops(1000) == 2 * weights * 1000 + 2 * products * 128**2 * evicted
+
+
+@pytest.mark.parametrize(("shared", "states"), [(True, 2), (False, 16)])
+def test_a_shared_state_is_written_once_and_read_by_all(shared: bool, states: int) -> None:
+    config, evicted = built_in("Qwen2.5-3B"), 1000
+    memory = layer_memories(config, new_memory("joint", W, S, options={"shared_state": shared}))[0]
+    assert memory is not None
+    # both branches are written and read; one is read by its keys, too
+    assert memory.state_flops(evicted) == 2 * 63 * 129 * (3 * states + 2 * 16) * evicted
 
 
 def test_seconds_only_for_a_device() -> None:

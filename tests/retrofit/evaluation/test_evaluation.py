@@ -16,7 +16,7 @@ import retrofit
 from cli import app
 from patches.errors import RetrofitError
 from retrofit.evaluation import run as evaluation
-from retrofit.evaluation.contenders import EQUAL, contenders, load_contenders, lossless, ready
+from retrofit.evaluation.contenders import EQUAL, Contender, contenders, load_contenders, lossless, ready
 from retrofit.evaluation.feeding import answer
 from retrofit.evaluation.identity import identity
 from retrofit.evaluation.recall import _recalled
@@ -98,7 +98,8 @@ def test_recall_sees_what_a_model_predicts(make_base: MakeBase) -> None:
     with torch.no_grad():
         guesses = model(ids[None]).logits[0].argmax(-1)
         ids[21] = model(ids[None, :21]).logits[0, -1].argmax()  # one of two right
-        assert _recalled(model, ids, torch.tensor([20, 28]), chunk=8) == 0.5 + 0.5 * bool(guesses[28] == ids[29])
+        found = _recalled([Contender("one", model)], ids, torch.tensor([20, 28]), chunk=8)
+        assert found == {"one": 0.5 + 0.5 * bool(guesses[28] == ids[29])}
 
 
 def test_identity_is_bit_for_bit(make_base: MakeBase, byte_tokenizer: PreTrainedTokenizerFast) -> None:

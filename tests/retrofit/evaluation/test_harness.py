@@ -139,6 +139,32 @@ def accuracy(model, tokenizer) -> float:
 
 
 @pytest.mark.usefixtures("local_only")
+def test_likelihoods_of_a_bfloat16_model_are_not_rounded(tasks, byte_tokenizer, monkeypatch):
+    """The harness takes log-softmax in the dtype of the logits: in bfloat16, all of three digits."""
+    model = awake(tiny_base("Qwen2", vocab_size=259), "ahn-gdn", push=0.5).bfloat16()
+    states, found = [], []
+    model.get_decoder().register_forward_hook(lambda _module, _args, out: states.append(out.last_hidden_state))
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    theirs = huggingface.HFLM._loglikelihood_tokens
+    monkeypatch.setattr(
+        huggingface.HFLM,
+        "_loglikelihood_tokens",
+        lambda self, asked, **given: found.extend(zip(asked, out := theirs(self, asked, **given), strict=True)) or out,
+    )
+    run_harness({"m": model}, byte_tokenizer, ["local_choose"], include_path=tasks)
+    assert len(found) == 7
+    head = model.get_output_embeddings().weight.double()
+    exact = {}
+    for read in states:  # one text at a time, in the harness's own order
+        log_probs = (read[0].double() @ head.T).log_softmax(-1)
+        exact[read.shape[1]] = [*exact.get(read.shape[1], []), log_probs]
+    for ((_, _), asked, choice), (likelihood, _) in found:
+        candidates = exact[len(asked) + len(choice) - 1]
+        sums = [x[-len(choice) :].gather(1, torch.tensor(choice)[:, None]).sum().item() for x in candidates]
+        assert likelihood in [pytest.approx(one, abs=1e-4) for one in sums]
+
+
+@pytest.mark.usefixtures("local_only")
 def test_a_chat_template_is_used_where_it_is_asked_for(tasks, model, byte_tokenizer, monkeypatch):
     monkeypatch.setattr(byte_tokenizer, "chat_template", "{% for m in messages %}<u>{{ m['content'] }}</u>{% endfor %}")
     read, generate = [], model.generate

@@ -104,6 +104,30 @@ def test_a_choice_is_weighed_as_in_one_text(
             assert choose(model, byte_tokenizer, prompt, choices, chunk) == max(scores, key=scores.__getitem__)
 
 
+def test_choices_of_a_bfloat16_model_are_weighed_without_rounding_its_logits(
+    make_base: MakeBase, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    base = make_base("Qwen2", vocab_size=len(byte_tokenizer))
+    base.get_output_embeddings().weight.data[:, 1:] = 1.0  # logits among which bfloat16 sees no difference
+    model = awake(base, "ahn-gdn").bfloat16()
+    head = model.get_output_embeddings().weight
+    states: list[torch.Tensor] = []
+    model.get_decoder().register_forward_hook(lambda _module, _args, out: states.append(out.last_hidden_state[0]))
+    choices = tuple("abcdefgh")
+    rounded = 0
+    with torch.no_grad():
+        for prompt in ("a prompt longer than the window of eight", "another", "q"):
+            states.clear()
+            chosen = choose(model, byte_tokenizer, prompt, choices)
+            answered = states[-len(choices) :]
+            ids = [byte_tokenizer(choice)["input_ids"][0] for choice in choices]
+            exact = [(x[-1].double() @ head.T.double()).log_softmax(-1)[i] for x, i in zip(answered, ids, strict=True)]
+            coarse = [(x[-1] @ head.T).float().log_softmax(-1)[i] for x, i in zip(answered, ids, strict=True)]
+            assert chosen == choices[int(torch.stack(exact).argmax())]
+            rounded += int(torch.stack(coarse).argmax() != torch.stack(exact).argmax())
+    assert rounded, "rounding would have shown in none of the prompts"
+
+
 def test_what_fits_is_untouched_and_what_the_teacher_cannot_is_said(
     make_base: MakeBase, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

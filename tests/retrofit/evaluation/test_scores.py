@@ -12,7 +12,8 @@ import retrofit
 from patches.errors import RetrofitError
 from retrofit.costs.held import row_bytes
 from retrofit.evaluation.baselines import equal_memory_window, window_only
-from retrofit.evaluation.scores import evaluate, gap_closed
+from retrofit.evaluation.scores import evaluate, gap_closed, hidden_states
+from tests.helpers import awaken
 
 W, S = 6, 2
 START = W + S
@@ -141,3 +142,24 @@ def test_the_window_only_model_keeps_the_layers(make_base: Callable[..., PreTrai
 def test_the_gap_closed() -> None:
     assert gap_closed(0.02, 0.08) == pytest.approx(0.75)
     assert gap_closed(0.0, 0.0) == 0.0
+
+
+def test_scores_of_a_bfloat16_model_are_those_of_float64_products(make_base: Callable[..., PreTrainedModel]) -> None:
+    """The states are the model's own, in its dtype; what the head makes of them is not rounded once more."""
+    base = make_base("Qwen2")
+    base.get_output_embeddings().weight.data.mul_(20)  # large logits are where bfloat16 is coarse
+    model = awaken(retrofit.patch(base, "ahn-gdn", W, S)).bfloat16()
+    sequences = torch.randint(3, 101, (3, 40), generator=torch.Generator().manual_seed(0))
+    got = evaluate(model, sequences, start=START)
+    head = model.get_output_embeddings().weight.double()
+    with torch.no_grad():
+        with model.memory_off():
+            states = hidden_states(model, {"input_ids": sequences})
+        teacher = (states.double() @ head.T).log_softmax(-1)[:, START:-1]
+        rounded = model.get_output_embeddings()(states).float().log_softmax(-1)[:, START:-1]
+        student = (hidden_states(model, {"input_ids": sequences}).double() @ head.T).log_softmax(-1)[:, START:-1]
+    kl = (teacher.exp() * (teacher - student)).sum(-1)
+    nll = -student.gather(-1, sequences[:, START + 1 :, None]).squeeze(-1)
+    torch.testing.assert_close(got["ahn-gdn"].kl.double(), kl, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got["ahn-gdn"].nll.double(), nll, rtol=1e-5, atol=1e-4)
+    assert (rounded.double() - teacher).abs().max() > 1e-2, "the head's product would have been rounded visibly"

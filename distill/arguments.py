@@ -13,7 +13,7 @@ _NEW = "activation_checkpointing" in {argument.name for argument in fields(Train
 CHECKPOINTING = "activation_checkpointing" if _NEW else "gradient_checkpointing"
 
 
-OURS = ("loss", "mse_weight", "window_sampling", "label_shift", "temperature")
+OURS = ("loss", "mse_weight", "window_sampling", "label_shift", "temperature", "local_steps", "local_lr")
 
 
 def as_in_recipes(name: str) -> Any:
@@ -47,6 +47,8 @@ class DistillArguments(TrainingArguments):
     window_sampling: str = as_in_recipes("window_sampling")
     label_shift: str = as_in_recipes("label_shift")
     temperature: float = as_in_recipes("temperature")
+    local_steps: int = as_in_recipes("local_steps")
+    local_lr: float | None = as_in_recipes("local_lr")
 
     def __post_init__(self) -> None:
         for name in OURS:

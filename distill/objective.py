@@ -63,9 +63,7 @@ class Objective:
             model: the same, unwrapped.
             batch: ``input_ids``, ``labels`` and, for padded rows, ``attention_mask``.
         """
-        tokens = {"input_ids": batch["input_ids"]}
-        if "attention_mask" in batch and not padded_right(batch["attention_mask"]):
-            tokens["attention_mask"] = batch["attention_mask"]
+        tokens = tokens_of(batch)
         with attention_outputs(model, self.mse > 0) as of_teacher:
             teacher = None if self.loss == "ce" and not self.mse else teacher_states(model, tokens)
         with attention_outputs(model, self.mse > 0) as of_student:
@@ -81,6 +79,14 @@ class Objective:
             else:
                 losses = states.new_zeros(())
         return losses + self.mse * squared_errors(of_student, of_teacher, scored) if self.mse else losses
+
+
+def tokens_of(batch: Batch) -> Batch:
+    """What of a batch the model is given."""
+    tokens = {"input_ids": batch["input_ids"]}
+    if "attention_mask" in batch and not padded_right(batch["attention_mask"]):
+        tokens["attention_mask"] = batch["attention_mask"]
+    return tokens
 
 
 def padded_right(mask: Tensor) -> bool:

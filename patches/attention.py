@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .cache import MemoryCacheLayer, adopt
 from .memory import Memory
+from .rotary import Turn, for_heads, turned
 from .step import Pass, Step
 
 # what the mixin stands in front of: a family's attention, known to the type checker as anything
@@ -34,8 +35,13 @@ class MemoryAttention(Host):
 
     def rotated_heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`plain_heads`, the first two rotated."""
+        return self._rotated(x, for_heads(*position_embeddings))
+
+    def _rotated(self, x: Tensor, tables: Turn) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.plain_heads(x)
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        q, k = turned(q, *tables), turned(k, *tables)
+        if q.dtype == v.dtype:
+            return q, k, v
         # under autocast the rotation has made them float32; the base's attention would round them when it uses them
         return q.to(v.dtype), k.to(v.dtype), v
 
@@ -72,10 +78,12 @@ class MemoryAttention(Host):
             layer = adopt(past_key_values, self.layer_idx, memory.kind, memory.window, memory.sinks)
             if self.layer_idx == memory_pass.keeper:
                 layer.starts = memory_pass.starts
+        now = memory_pass.to(hidden_states.device)
+        tables = now.once("tables", lambda: for_heads(*position_embeddings))
         step = Step(
-            memory_pass.to(hidden_states.device),
+            now,
             hidden_states,
-            *self.rotated_heads(hidden_states, position_embeddings),
+            *self._rotated(hidden_states, tables),
             layer=layer,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,

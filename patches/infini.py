@@ -17,8 +17,7 @@ from .errors import one_of
 from .kernels import gated_delta_rule, linear_attention
 from .linear import wide
 from .memory import Joined, Kept
-from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token
-from .rotary import unrotate
+from .population import Pairs, PopulationOptions, UngatedMemory
 from .step import Step
 
 
@@ -99,11 +98,9 @@ class InfiniAttention(UngatedMemory):
         """Readings are ``(B, H, m, D + 1)``: ``q M``, and ``q . z`` behind it."""
         q, k, v = (x.to(wide(x.dtype)) for x in (pairs.q, pairs.k, pairs.v))
         if self.options.positions == "none":
-            m = k.shape[2]
-            q = unrotate(q, *step.now.turn_of_slots(pairs.start + pairs.lag, m))
-            k = unrotate(k, *step.now.turn_of_slots(pairs.start, m))
-        else:
-            q, k = from_first_token(step, q), from_first_token(step, k)  # features see more than distances
+            q, k = step.now.turned_back(q, pairs.start + pairs.lag), step.now.turned_back(k, pairs.start)
+        else:  # features see more than distances
+            q, k = step.now.from_first_token(q), step.now.from_first_token(k)
         q, k = elu(q) + 1, elu(k) + 1
         if pairs.written is not None:
             k = k * pairs.written[:, None, :, None]

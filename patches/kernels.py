@@ -19,7 +19,8 @@ from transformers.utils import logging
 
 from .errors import RetrofitError, nearest
 from .fla_ops import load_gated_delta_rule, load_linear_attention
-from .linear import unit
+from .linear import cast, unit
+from .scan import delta_step, linear_step
 from .scan import gated_delta_rule as scan_delta
 from .scan import linear_attention as scan_linear
 from .window import decode_attention as blocked_decode
@@ -45,6 +46,7 @@ def gated_delta_rule(
     *,
     scale: float,
     normalise: bool = False,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule, token by token: decay, correct what the key recalls, write, read.
 
@@ -58,10 +60,14 @@ def gated_delta_rule(
         state: the state before the first token ``(B, H_s, D_k, D_v)``; None means zero.
         scale: factor of the readings.
         normalise: give queries and keys unit length first; without it, keys must not be longer than that.
+        in_place: whether ``state`` may be overwritten. A single token then takes the shortest way, in torch's own
+            operations on any device: a compiler can join them, and CUDA graphs find the state where it was.
 
     Returns:
         The readings ``(B, T, H, D_v)`` and the state after the last token, both in float32 or wider.
     """
+    if in_place and _single(q, state, k, v, beta, log_decay):
+        return _step(delta_step, q, k, v, (beta, log_decay), state, scale, normalise)
     run = choose("gated_delta_rule", q, k, v, beta, log_decay, state)
     return run(q, k, v, beta, log_decay, state, scale=scale, normalise=normalise)
 
@@ -75,12 +81,15 @@ def linear_attention(
     *,
     scale: float,
     normalise: bool = False,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Decayed linear attention, token by token: ``S <- a S + k v^T;  o = scale q S``.
 
     Args and returns: as :func:`gated_delta_rule`; a writing strength goes into ``k`` or ``v`` beforehand. There is a
     state for each head of ``log_decay``, or of ``k`` and ``v``, whichever has more.
     """
+    if in_place and _single(q, state, k, v, log_decay):
+        return _step(linear_step, q, k, v, (log_decay,), state, scale, normalise)
     run = choose("linear_attention", q, k, v, log_decay, state)
     return run(q, k, v, log_decay, state, scale=scale, normalise=normalise)
 
@@ -122,6 +131,7 @@ def window_attention(
         ``(B, n, H, D)`` in the dtype of ``q``, and ``(B, n, H)`` in float32 or wider, or None.
     """
     run = choose("window_attention", q, k, v, sink_k, sink_v)
+    choose("decode_attention", q, k, v)  # comes next, and a compiled step cannot look around
     how = {"window": window, "start": start, "scale": scale, "pad": pad, "max_pad": max_pad, "dropout": dropout}
     return run(q, k, v, sink_k, sink_v, lse=lse, **how)
 
@@ -129,7 +139,9 @@ def window_attention(
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """One token on a full cache, every key of which it sees: ``q`` (B, 1, H, D), ``k``, ``v`` (B, m, H_kv, D).
+    """One token on a full cache, every key of which it sees: ``q`` (B, H, 1, D), ``k``, ``v`` (B, H_kv, m, D).
+
+    Heads come before tokens here, as they lie in the cache.
 
     Returns:
         ``(B, 1, H, D)``, and with ``lse`` the log-sum-exp ``(B, 1, H)`` of its logits, else None.
@@ -138,6 +150,32 @@ def decode_attention(
 
 
 # ---- the torch forms: heads before tokens, in float32 or wider ----
+
+
+def _single(q: Tensor, state: Tensor | None, *others: Tensor | None) -> bool:
+    """Whether this is one token on a state that there is, and no graph is recorded."""
+    return state is not None and q.shape[1] == 1 and not _differentiates(q, state, *others)
+
+
+def _step(
+    form: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor | None, ...],
+    state: Any,
+    scale: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor]:
+    """One token written into ``state`` and read, by a step of scan.py; a single token has the same layout there."""
+    (B, _, H, _), states = q.shape, state.shape[1]
+    if normalise:
+        q, k = unit(cast(torch.cat([q, k], 2), state.dtype)).split([H, k.shape[2]], 2)
+    q, k, v = (cast(x, state.dtype) for x in (q, k, v))
+    k, v = (x if x.shape[2] == states else x.repeat_interleave(states // x.shape[2], 2) for x in (k, v))
+    rows = q.view(B, states, -1, q.shape[-1]), k.view(B, states, -1, 1), v.view(B, states, 1, -1)
+    read = form(*rows, *(None if gate is None else gate.reshape(B, -1, 1, 1) for gate in gates), state)
+    return (read if scale == 1 else read.mul_(scale)).view(B, 1, H, -1), state
 
 
 def _torch_delta(
@@ -206,7 +244,7 @@ def _flex_window(q: Tensor, *rows: Tensor, lse: bool, max_pad: int, dropout: flo
 def _flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, lse: bool) -> Any:
     if dropout or not lse or not fits(q.shape[-1], False):
         return blocked_decode(q, k, v, scale=scale, dropout=dropout, lse=lse)
-    return flash_decode(q, k, v, scale=scale)
+    return flash_decode(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale)
 
 
 def _torch_window(
@@ -260,15 +298,18 @@ def choose(op: str, *inputs: Tensor | None) -> Callable[..., Any]:
     """The function for ``op`` on these inputs; the first one decides device and dtype."""
     first = inputs[0]
     assert first is not None
-    gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    key = (op, first.device.type, first.dtype, gradient)
+    key = (op, first.device.type, first.dtype, _differentiates(*inputs))
     if key not in _chosen:
         row, _chosen[key], missing = find(*key)
-        dtype, wanted = str(first.dtype).removeprefix("torch."), "with" if gradient else "without"
+        dtype, wanted = str(first.dtype).removeprefix("torch."), "with" if key[3] else "without"
         logger.info(f"{op} on {first.device.type} in {dtype}, {wanted} a gradient: {row.backend}")
         for reason in missing:
             logger.warning_once(f"{op} runs on {row.backend}, not on {reason}")
     return _chosen[key]
+
+
+def _differentiates(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def find(op: str, device: str, dtype: torch.dtype, gradient: bool) -> tuple[Kernel, Callable[..., Any], list[str]]:

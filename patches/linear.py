@@ -16,6 +16,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32  # promote_types is dispatched like an operation
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``; a cast that changes nothing is dispatched like any operation."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def unit(x: Tensor) -> Tensor:
     """``x`` scaled to length 1 along its last dimension, a zero to zero."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
@@ -26,7 +31,8 @@ class WideLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = wide(x.dtype)
-        return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        bias = None if self.bias is None else cast(self.bias, dtype)
+        return F.linear(cast(x, dtype), cast(self.weight, dtype), bias)
 
 
 class HeadLinear(nn.Module):
@@ -37,7 +43,7 @@ class HeadLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads, dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bnhi,hio->bnho", x, self.weight.to(x.dtype))
+        return torch.einsum("bnhi,hio->bnho", x, cast(self.weight, x.dtype))
 
 
 class ReadNorm(nn.Module):
@@ -48,4 +54,4 @@ class ReadNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPS) * self.weight.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, cast(self.weight, x.dtype), NORM_EPS)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .linear import cast, wide
 from .options import Options
 from .step import Step
 
@@ -39,6 +40,7 @@ class Memory(nn.Module):
         calibrates: whether it learns from texts that it is shown, by ``observe`` and ``settle``, without gradients.
         needs_key_bias: whether it must know what the base adds to every key.
         writes_back: whether each step changes the whole state, or only reads it.
+        compiles: whether a step of plain decoding depends on no number but those on the device.
     """
 
     is_retrofit_memory = True
@@ -47,6 +49,7 @@ class Memory(nn.Module):
     calibrates: ClassVar[bool] = False
     needs_key_bias: ClassVar[bool] = False
     writes_back: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
     Options: ClassVar[type[Options]] = Options
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
@@ -96,6 +99,8 @@ class Memory(nn.Module):
             return None
         # states, gates and decays stay in float32 under mixed precision too
         with torch.autocast(step.x.device.type, enabled=False):
+            if step.now.full and self.trainable:
+                step.x = cast(step.x, wide(step.x.dtype))  # once for all projections
             step.gates = self.write_gates(step.x)
             if step.now.evicting:
                 return self.attend(step)

@@ -51,6 +51,13 @@ class MemoryModel(MemoryPreTrained):
         found = ((index, getattr(layer.self_attn, "memory", None)) for index, layer in enumerate(self.layers))
         return {index: memory for index, memory in found if memory is not None}
 
+    @property
+    def compiles(self) -> bool:
+        """Whether a step of plain decoding depends on no number but those on the device."""
+        memories = self.memories()
+        everywhere = len(memories) == len(self.layers) and self.memory_enabled
+        return everywhere and all(memory.compiles for memory in memories.values())
+
     def set_window(self, window: int, sinks: int | None = None) -> None:
         """Change W and S from the next call on an empty cache; written to the configuration, so it is saved.
 
@@ -89,7 +96,7 @@ class MemoryModel(MemoryPreTrained):
         memory_pass = None
         memories = self.memories()
         tokens = input_ids if input_ids is not None else inputs_embeds
-        if tokens is not None:
+        if tokens is not None and not torch.compiler.is_compiling():
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             warn_of_length(self.config, seen + tokens.shape[1])
         if not self.memory_enabled:
@@ -102,6 +109,8 @@ class MemoryModel(MemoryPreTrained):
             if memory_pass.evicting and len(memories) == len(self.layers):
                 # a 4D mask is passed through as it is: this one stands for "none needed"
                 attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+            if memory_pass.full and position_ids is None:
+                position_ids = (memory_pass.slots(memory_pass.seen, 1) + memory_pass.offset)[:, None]
         if memory_pass is not None:
             kwargs["memory_pass"] = memory_pass
         return super().forward(
@@ -114,6 +123,10 @@ class MemoryModel(MemoryPreTrained):
             **kwargs,
         )
 
+    def plan(self, tokens: Tensor, mask: Tensor | None = None) -> Pass:
+        """A pass over ``tokens`` (B, n) without a cache, for calls of single layers; ``mask`` (B, n) as the model's."""
+        return self._plan(tokens, mask, None, None, self.memories(), {})
+
     def _plan(
         self,
         tokens: Tensor,
@@ -123,13 +136,20 @@ class MemoryModel(MemoryPreTrained):
         memories: dict[int, Memory],
         kwargs: dict[str, Any],
     ) -> Pass:
-        new = tokens.shape[1]
+        new, home, keeper = tokens.shape[1], tokens.device, next(iter(memories))
         layers: list[MemoryCacheLayer] = []
         if cache is not None:
             layers = [adopt(cache, i, memory.kind, memory.window, memory.sinks) for i, memory in memories.items()]
+        if new == 1 and layers and layers[0].full and torch.compiler.is_compiling() and self.compiles:
+            # the device counts; that nothing was seen is as good as any number, since only distances are used
+            assert layers[0].slot is not None
+            slot: Tensor | None = layers[0].slot.add_(1)
+            return Pass(0, 1, layers[0].starts, True, self.turn, home, home, keeper, slot, full=True)
         seen, before, evicted_before = 0, Starts(), False
         if layers:
-            seen, before, evicted_before = layers[0].seen, layers[0].starts, layers[0].evicting
+            # every layer: it asks the device what compiled steps have counted, before this pass counts on
+            seen, *_ = [layer.seen for layer in layers]
+            before, evicted_before = layers[0].starts, layers[0].evicting
         plain = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if "cu_seq_lens_q" in kwargs:
             raise RetrofitError(
@@ -151,12 +171,29 @@ class MemoryModel(MemoryPreTrained):
                 "attention weights exist up to window + sinks tokens only, where the base's own attention runs: leave "
                 "output_attentions out, or take the teacher's inside memory_off()"
             )
-        return Pass(seen, new, starts, evicting, self.turn, tokens.device, tokens.device, keeper=next(iter(memories)))
+        slot, full = None, False
+        if layers and evicting:
+            enough = max(memory.capacity for memory in memories.values()) + max(starts.pads)
+            full = evicted_before and new == 1 and seen >= enough
+            slot = count_slots(layers, seen + new, home)
+            layers[0].full = seen + new >= enough
+        return Pass(seen, new, starts, evicting, self.turn, home, home, keeper, slot, full)
 
     def turn(self, positions: Tensor) -> Turn:
         """The rotary tables at ``positions`` (1 or B, n), fractions allowed, in float32."""
         # an input in float32 asks for tables in float32
         return self.rotary_emb(torch.empty(0, dtype=torch.float32, device=positions.device), positions)
+
+
+def count_slots(layers: list[MemoryCacheLayer], total: int, device: torch.device) -> Tensor:
+    """The slot ``(1,)`` of the last of ``total`` tokens, where the layers of a cache share it."""
+    slot = layers[0].slot
+    if slot is None:
+        with torch.inference_mode(False):  # a later call may be outside it
+            slot = torch.empty(1, dtype=torch.long, device=device)
+        for layer in layers:
+            layer.slot = slot
+    return slot.fill_(total - 1)
 
 
 def warn_of_length(config: Any, length: int) -> None:

@@ -18,7 +18,7 @@ from .kernels import gated_delta_rule, linear_attention
 from .linear import WideLinear, unit, wide
 from .memory import Joined, Kept
 from .options import above_zero, true_or_false, whole_number
-from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token
+from .population import Pairs, PopulationOptions, UngatedMemory
 from .step import Step
 
 LOGITS = 10.0  # lambda and eta stay between sigmoid(-10) and sigmoid(10)
@@ -201,7 +201,7 @@ class TensorCache(UngatedMemory):
         options = self.options
         q, k, v = (x.to(wide(x.dtype)) for x in (pairs.q, pairs.k, pairs.v))
         if options.rule == "wedge" or options.slots > 1:  # the others see nothing but distances
-            q, k = from_first_token(step, q), from_first_token(step, k)
+            q, k = step.now.from_first_token(q), step.now.from_first_token(k)
         q = q.unflatten(1, (self.kv_heads, -1))  # (B, H_kv, G, m, D)
         q = unit(q) if options.normalize_queries else q
         k = unit(k) if options.normalize_keys else k

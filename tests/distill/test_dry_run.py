@@ -56,6 +56,8 @@ def test_operations_by_hand(unweighed: Path) -> None:
     assert found.step_flops_checkpointed == int((plain + student) * 6)
     assert plan(small(unweighed, gradient_checkpointing=True)).step_flops == int((plain + student) * 3)
     assert plan(small(unweighed, loss="ce")).step_flops == int((plain - body - full - head) * 3)
+    projected = 2 * L * (2 * E * H * D + 2 * E * 2 * D) * T
+    assert found.local_flops == int((body + full + 2 * (projected + windowed) + 3 * scan) * 6)
 
 
 def test_parameters_are_those_that_are_trained(unweighed: Path, make_base: MakeBase) -> None:
@@ -82,6 +84,9 @@ def test_a_gpu_more_learns_more_in_the_same_hours(unweighed: Path) -> None:
     assert rows[2]["tokens"] == 50 * 24 * 40 / 1e6
     assert rows[5]["gpu_hours"] == 32 * rows[0]["gpu_hours"]
     assert hours(found, recipe, 10, 0.5) == pytest.approx(50 * found.step_flops / 5e12 / 3600)
+    staged = replace(recipe, local_steps=20)
+    total = 30 * found.step_flops + 20 * found.local_flops
+    assert hours(plan(staged), staged, 10, 0.5) == pytest.approx(total / 5e12 / 3600)
 
 
 def test_zero_divides_what_its_stages_say(unweighed: Path) -> None:

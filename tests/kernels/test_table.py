@@ -90,12 +90,13 @@ def test_readings_and_states_are_float32(op: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("lse", [True, False])
-def test_attention_takes_tokens_before_heads(lse: bool) -> None:
+def test_layouts_of_attention(lse: bool) -> None:
     """Layout and the optional log-sum-exp; what they compute is tested where the torch forms are."""
     q, k, v = torch.randn(2, 20, 4, 8), torch.randn(2, 28, 2, 8), torch.randn(2, 28, 2, 8)
     sinks = k[:, :3], v[:, :3]
     out, found = kernels.window_attention(q, k, v, *sinks, window=8, start=30, scale=0.5, lse=lse)
-    one, once = kernels.decode_attention(q[:, -1:], k[:, -8:], v[:, -8:], scale=0.5, lse=lse)
+    last = q[:, -1:], k[:, -8:], v[:, -8:]
+    one, once = kernels.decode_attention(*(x.transpose(1, 2) for x in last), scale=0.5, lse=lse)
     logits = torch.einsum("bhgd,bmhd->bhgm", q[:, -1].unflatten(1, (2, 2)), k[:, -8:]) * 0.5
     expected = torch.einsum("bhgm,bmhd->bhgd", logits.softmax(-1), v[:, -8:]).flatten(1, 2)
     close(one[:, 0], expected, 1e-5)

@@ -2,65 +2,102 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 import retrofit
-from distill.demo import real
+from distill.demo import real, real_texts
 from retrofit.evaluation.scores import evaluate
 from retrofit.packages import Package
 from tests.conftest import tiny_base
 from tests.helpers import tokens
 
-
-def test_everybody_has_the_same_bytes() -> None:
-    base = tiny_base("Llama", num_key_value_heads=2, head_dim=64, num_attention_heads=2)
-    ways = real.contenders(base.config)
-    models = {name: retrofit.patch(base, **{"window": real.WINDOW, "sinks": 4, **how}) for name, how in ways.items()}
-    bytes_of = {name: real._beside_the_window(model) for name, model in models.items()}
-    assert bytes_of.pop("window-only") == 0
-    most = max(2 * 2 * 64 * 4, 2 * (64 + 2) + 8)  # less than one more token would have taken
-    assert all(real.BYTES - most < size <= real.BYTES for size in bytes_of.values()), bytes_of
+SETTINGS = {"window": 6, "length": 40, "every": 1}
 
 
-def test_the_table_is_of_what_was_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real, "LAST", 5)
-    base = tiny_base("Qwen2")
+def two_models(base: Any) -> dict[str, Any]:
+    ways = {real.BARE: {"memory": "none"}, "expected": {"memory": "expected", "rows": 6}}
+    return real.patched(base, ways, [tokens(1, 30)], window=6)
+
+
+@pytest.mark.parametrize("ways", [real.contenders, real.candidates])
+def test_everybody_has_the_bytes_of_their_table(ways: Any) -> None:
+    base = tiny_base("Llama", num_key_value_heads=2, head_dim=64, num_attention_heads=2, num_hidden_layers=1)
     models = {
-        "window-only": retrofit.patch(base, "none", 8, 2),
-        "expected": retrofit.patch(base, "expected", 8, 2, rows=6),
+        name: retrofit.patch(base, **{"window": 128, "sinks": real.SINKS, **how})
+        for name, how in ways(base.config, 128).items()
     }
-    rows = []
-    for seed, kind in enumerate(("speeches", "novel")):
-        rows += real.figures(kind, evaluate(models, tokens(2, 40, seed=seed), start=10), models)
-    bare, chosen = real.table(rows)
+    bare = models.pop(real.BARE)
+    for name, model in models.items():
+        dtype = "bfloat16" if "in bfloat16" in name else "float32"
+        size, given = real.beside_the_window(model, bare, dtype), real.BYTES * (3 if name.endswith("3 x") else 1)
+        one_more = max(2 * 2 * 64 * real.WIDTH[dtype], 2 * (64 + 2) + 8) + 4
+        assert given - 2 * one_more < size <= given, name
+
+
+def test_rows_are_scored_once_and_the_table_is_of_them(tmp_path: Path) -> None:
+    models = two_models(tiny_base("Qwen2"))
+    texts = {"speeches": tokens(2, 40, seed=0), "novel": tokens(1, 40, seed=1)}
+    file, said = tmp_path / "real.json", []
+    first = real.scored({real.BARE: models[real.BARE]}, texts, SETTINGS, file, said.append)
+    rows = real.scored(models, texts, SETTINGS, file, said.append)
+    assert rows[: len(first)] == first, "what was scored before is scored no more"
+    assert [line.split()[4] for line in said if "models, " in line] == ["1"] * 6, "one model is missing each time"
+    again: list[str] = []
+    assert real.scored(models, texts, SETTINGS, file, again.append) == rows
+    assert not any("models, " in line for line in again)
+
+    told = evaluate(models, texts["speeches"], start=6 + real.SINKS, batch_size=1)
+    bare, chosen = real.table(rows, models)
     assert bare["mean"] == bare["speeches"] == bare["nll"] == 0
+    assert chosen["speeches"] == pytest.approx(1 - told["expected"].mean_kl / told[real.BARE].mean_kl)
     assert chosen["mean"] == pytest.approx((chosen["speeches"] + chosen["novel"]) / 2)
-    # the mean of the last positions that predict something
-    last = evaluate(models, tokens(2, 40, seed=0), start=10)["expected"].kl[:, -5:].mean().item()
-    assert rows[1]["kl_last"] == pytest.approx(last)
-    assert f"| expected | {chosen['bytes']:,} | {chosen['mean']:.3f} |" in real.markdown(rows)
+    assert len(chosen["each"]) == 3
+    assert f"| expected | {chosen['float32']:,} / {chosen['bfloat16']:,} | {chosen['mean']:.3f} |" in real.markdown(
+        rows, models
+    )
 
 
-def test_rows_begin_texts_that_lie_evenly(byte_tokenizer: PreTrainedTokenizerFast, monkeypatch) -> None:
-    monkeypatch.setattr(real, "LENGTH", 8)
+def test_other_settings_or_texts_are_not_taken_for_these(tmp_path: Path) -> None:
+    models, file = two_models(tiny_base("Qwen2")), tmp_path / "real.json"
+    rows = real.scored(models, {"novel": tokens(1, 40)}, SETTINGS, file, print)
+    other = real.scored(models, {"novel": tokens(1, 40, seed=1)}, SETTINGS, file, print)
+    assert len(other) == len(rows)
+    assert {row["kl"] for row in rows}.isdisjoint(row["kl"] for row in other)
+    real.scored(models, {"novel": tokens(1, 40)}, SETTINGS | {"every": 2}, file, print)
+    assert {row["tokens"] for row in json.loads(file.read_text())["rows"]} == {rows[0]["tokens"]}
+
+
+def test_one_calibration_serves_all() -> None:
+    base = tiny_base("Qwen2")
+    models = two_models(base)
+    alone = retrofit.patch(base, "expected", 6, real.SINKS, rows=6)
+    retrofit.calibrate(alone, [tokens(1, 30)])
+    for name, value in alone.state_dict().items():
+        assert torch.equal(value, models["expected"].state_dict()[name]), name
+
+
+def test_rows_begin_texts_that_lie_evenly(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     texts = [str(i) * (20 if i % 2 else 3) for i in range(10)]  # every other one is too short
-    rows = real._rows(texts, byte_tokenizer, 2)
-    assert rows.shape == (2, 8)
-    assert [byte_tokenizer.decode(row)[0] for row in rows] == ["3", "7"]
+    long = real_texts._long(iter(texts), byte_tokenizer, 8)
+    assert [byte_tokenizer.decode(row) for row in long] == [str(i) * 8 for i in (1, 3, 5, 7, 9)]
+    assert real_texts._spread(5, 2) == [1, 3]
+    assert real_texts._spread(2, 6) == [0, 1]
 
 
 def test_conversations_are_read_though_their_file_is_cut(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "a" * 4000}, {"from": "gpt", "value": "b" * 400}]
     whole = json.dumps([{"conversations": turns}, {"conversations": turns[1:]}, {"conversations": turns}])
     (tmp_path / "ShareGPT_x.json").write_text(whole[:-30])
-    (talk,) = real._talks(tmp_path)  # the second is too short, the third is cut
+    (talk,) = real_texts._talks(tmp_path, 1024)  # the second is too short, the third is cut
     assert talk.startswith("<|im_start|>user\naaa")
     assert talk.endswith("bbb<|im_end|>\n")
 
 
 def test_packages_are_pinned() -> None:
-    packages = [value for value in vars(real).values() if isinstance(value, Package)]
+    packages = [value for value in vars(real_texts).values() if isinstance(value, Package)]
     assert len(packages) == 7
     assert all(len(bytes.fromhex(package.sha256)) == 32 and package.version for package in packages)

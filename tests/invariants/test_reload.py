@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
 
 import retrofit
@@ -228,3 +228,25 @@ def test_saving_as_accelerate_has_every_process_do_it(
     assert torch.equal(saved["model.norm.weight"], model.model.norm.weight + 1)
     with pytest.raises(RetrofitError, match="save first"):
         model.save_pretrained(tmp_path / "pushed", True, None, True)
+
+
+def test_accelerates_documented_call_saves_the_whole_model(
+    make_base: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = awake(make_base("Qwen2"), "joint")
+    accelerator = accelerate.Accelerator(cpu=True)
+    try:
+        prepared = accelerator.prepare(model)
+        for folder, main in (("main", accelerator.is_main_process), ("other", False)):
+            accelerator.unwrap_model(prepared).save_pretrained(
+                tmp_path / folder,
+                is_main_process=main,
+                save_function=accelerator.save,
+                state_dict=accelerator.get_state_dict(prepared),
+            )
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "main", trust_remote_code=True)
+    assert torch.equal(logits(again, IDS), logits(model, IDS))
+    assert not list((tmp_path / "other").iterdir())

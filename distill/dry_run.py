@@ -92,10 +92,10 @@ def plan(recipe: Recipe) -> Plan:
         raise RetrofitError("the recipe has no 'base': set it in the recipe or with --base")
     check_recipe(recipe)
     config, origin = base_config(recipe.base)
-    check_base(config, recipe.window, recipe.sinks)
     own = getattr(config, "dtype", None)
     dtype = DTYPES.get(recipe.dtype) or (own if isinstance(own, torch.dtype) else torch.float32)
     settings = _settings(recipe, recipe.window, recipe.sinks)
+    check_base(config, settings)
     model = skeleton(config, settings)
     Objective.of(recipe).check(model)
     if recipe.window_sampling == "ahn":
@@ -229,7 +229,8 @@ def _sequence(config: Any, recipe: Recipe, window: tuple[int, int]) -> tuple[flo
     scan = sum(count * memory.flops(T) for memory, count in layers if memory is not None)
     body, scored = 2 * shape.body * T, max(0, T - sum(window))
     with_teacher = recipe.loss != "ce"
-    teacher = body + shape.layers * attention_flops(shape, None, T) if with_teacher else 0
+    full = sum(count * attention_flops(shape, memory, T) for memory, count in distinct(layer_memories(config, None)))
+    teacher = body + full if with_teacher else 0
     student = body + attention + scan
     backward = body + 2.5 * attention + 2 * scan
     head = (3 if with_teacher else 2) * 2 * shape.head * scored

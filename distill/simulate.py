@@ -124,7 +124,8 @@ def _run(
     layers: int,
 ) -> int:
     """The peak with so many layers."""
-    small = type(config).from_dict({**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+    alike = {"num_hidden_layers": layers, "layer_types": None, "sliding_window": None}
+    small = type(config).from_dict({**config.to_dict(), **alike})
     small._attn_implementation = "sdpa"
     every = MemoryConfig(settings.kind, settings.window, settings.sinks, options=settings.options)
     with FakeTensorMode():

@@ -26,6 +26,7 @@ class MemoryAttention(Host):
     """Mixin in front of a family's attention class: parameters keep their names, ``memory`` comes beside them."""
 
     memory: Memory
+    use_rope = True  # whether this layer rotates queries and keys
 
     def plain_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(B, H, n, D)``, keys and values ``(B, H_kv, n, D)`` of ``x`` (B, n, E), not yet rotated."""
@@ -34,12 +35,13 @@ class MemoryAttention(Host):
         return q.transpose(1, 2), k.transpose(1, 2), self.v_proj(x).view(shape).transpose(1, 2)
 
     def rotated_heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`plain_heads`, the first two rotated."""
+        """:meth:`plain_heads`, the first two rotated if this layer does."""
         return self._rotated(x, for_heads(*position_embeddings))
 
     def _rotated(self, x: Tensor, tables: Turn) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.plain_heads(x)
-        q, k = turned(q, *tables), turned(k, *tables)
+        if self.use_rope:
+            q, k = turned(q, *tables), turned(k, *tables)
         if q.dtype == v.dtype:
             return q, k, v
         # under autocast the rotation has made them float32; the base's attention would round them when it uses them
@@ -81,7 +83,7 @@ class MemoryAttention(Host):
         now = memory_pass.to(hidden_states.device)
         tables = now.once("tables", lambda: for_heads(*position_embeddings))
         step = Step(
-            now,
+            now if self.use_rope else now.still(),
             hidden_states,
             *self._rotated(hidden_states, tables),
             layer=layer,
@@ -110,6 +112,16 @@ class MemoryAttention(Host):
         how = {"dropout": step.dropout, "scaling": step.scale, "sliding_window": native}
         heads, weights = attend(self, step.q, k, v, mask, **how, **kwargs)
         return self.o_proj(heads.reshape(*step.x.shape[:-1], -1).contiguous()), weights
+
+
+class NormalisedHeads(MemoryAttention):
+    """Mixin for families that normalise each head's query and key before rotation."""
+
+    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(q), self.k_norm(k)
+
+    def key_bias(self, x: Tensor) -> None:
+        """None: a bias, where there is one, has gone through the norm."""
 
 
 @contextmanager

@@ -28,6 +28,7 @@ class MemoryAttention(Host):
     """Mixin in front of a family's attention class: parameters keep their names, ``memory`` comes beside them."""
 
     memory: Memory
+    use_rope = True  # whether this layer rotates queries and keys
 
     def plain_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(B, H, n, D)``, keys and values ``(B, H_kv, n, D)`` of ``x`` (B, n, E), not yet rotated."""
@@ -39,8 +40,8 @@ class MemoryAttention(Host):
         return q.transpose(1, 2), k.transpose(1, 2), v.view(B, n, -1, D).transpose(1, 2)
 
     def rotated_heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`plain_heads`, the first two rotated."""
-        return rotated(*self.plain_heads(x), for_heads(*position_embeddings))
+        """:meth:`plain_heads`, the first two rotated if this layer does."""
+        return rotated(*self.plain_heads(x), for_heads(*position_embeddings) if self.use_rope else None)
 
     def key_bias(self, x: Tensor) -> Tensor | None:
         """What every key ``(H_kv * D,)`` holds before its rotation; families that normalise keys have none."""
@@ -79,9 +80,9 @@ class MemoryAttention(Host):
         tables = now.once("tables", lambda: for_heads(*position_embeddings))
         plain = self.plain_heads(hidden_states)
         step = Step(
-            now,
+            now if self.use_rope else now.still(),
             hidden_states,
-            *rotated(*plain, tables),
+            *rotated(*plain, tables if self.use_rope else None),
             layer=layer,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
@@ -111,9 +112,21 @@ class MemoryAttention(Host):
         return self.o_proj(heads.reshape(*step.x.shape[:-1], -1).contiguous()), weights
 
 
-def rotated(q: Tensor, k: Tensor, v: Tensor, tables: Turn) -> tuple[Tensor, Tensor, Tensor]:
+class NormalisedHeads(MemoryAttention):
+    """Mixin for families that normalise each head's query and key before rotation."""
+
+    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(q), self.k_norm(k)
+
+    def key_bias(self, x: Tensor) -> None:
+        """None: a bias, where there is one, has gone through the norm."""
+
+
+def rotated(q: Tensor, k: Tensor, v: Tensor, tables: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
     """The first two turned, all in the dtype of ``v``: under autocast a turn makes them float32, and the base's
-    attention would round them when it uses them."""
+    attention would round them when it uses them. Without tables as they are."""
+    if tables is None:
+        return q, k, v
     if q.shape[2] == 1:
         q, k = turned(torch.cat([q, k], 1), *tables).split([q.shape[1], k.shape[1]], 1)
     else:

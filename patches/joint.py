@@ -21,12 +21,13 @@ from .kernels import gated_delta_rule, linear_attention, per_state
 from .linear import HeadLinear, WideLinear, cast, wide
 from .memory import Joined, Kept
 from .on_window import WindowOnly
-from .options import Options, true_or_false
+from .options import Options, true_or_false, whole_number
 from .step import Evicted, Step
 
 MASS_EPS = 1e-3  # beside the mass when the linear branch is read
 NO_MASS = 1e-30  # the log of a smaller mass is not told apart: it weighs nothing against any window
 FORGETTING = 3e-3  # decay per token, about, at the start
+MOST_FEATURES = 256  # of a key in flash-linear-attention's kernels
 OPENING = 10.0  # steepness of the gate that starts at zero; with 1 a short training ends before it is open
 
 
@@ -38,16 +39,23 @@ class JointOptions(Options):
         branches: ``"both"``, or ``"linear"``: all of the state to the linear branch, for ordinary text.
         shared_state: whether the query heads of a key head read one state, through maps of their own. Without it each
             has a state of its own.
+        features: F, of each branch: a state's bytes are proportional to it. None: as many as keep one state within the
+            D^2 numbers of one of AHN's.
     """
 
     before: ClassVar[dict[str, Any]] = {"shared_state": False}
 
     branches: str = "both"
     shared_state: bool = True
+    features: int | None = None
 
     def __post_init__(self) -> None:
         one_of("branches", self.branches, "both", "linear")
         true_or_false("shared_state", self.shared_state)
+        if self.features is not None:
+            whole_number("features", self.features)
+            if self.features > MOST_FEATURES:
+                raise RetrofitError(f"features={self.features}: kernels take at most {MOST_FEATURES}")
 
 
 class Branch(nn.Module):
@@ -68,7 +76,9 @@ class Branch(nn.Module):
     def reset_parameters(self, logit: float) -> None:
         """``logit``: what is added to the logit in the shared softmax at the start."""
         # one frame of orthonormal directions for queries and keys: alike before training, alike after the map
-        frame = torch.linalg.qr(torch.randn(self.k_map.shape, dtype=torch.float32)).Q
+        states, dim, features = self.k_map.shape
+        parts = [torch.randn(states, dim, min(dim, features - done)) for done in range(0, features, dim)]
+        frame = torch.cat([torch.linalg.qr(part.float()).Q for part in parts], -1)
         init.copy_(self.q_map, frame.repeat_interleave(len(self.q_map) // len(frame), 0))
         init.copy_(self.k_map, frame)
         rate = math.log(math.expm1(FORGETTING))  # the inverse softplus
@@ -143,7 +153,7 @@ class JointMemory(WindowOnly):
             )
         self.both = options.branches == "both"
         # with the column of ones a feature less keeps a state within AHN's D^2: 2 (D/2 - 1) (D + 1) < D^2
-        self.features = self.head_dim // 2 - 1 if self.both else self.head_dim - 1
+        self.features = options.features or (self.head_dim // 2 - 1 if self.both else self.head_dim - 1)
         self.states = self.kv_heads if options.shared_state else self.heads  # H_s
         shape = (self.hidden_size, self.heads, self.states, self.head_dim, self.features)
         self.linear = LinearBranch(*shape)

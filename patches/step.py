@@ -97,6 +97,15 @@ class Pass:
     def max_pad(self) -> int:
         return max(self.starts.pads)
 
+    def still(self) -> "Pass":
+        """The same pass for a layer that does not rotate."""
+
+        def unturned(positions: Tensor) -> Turn:
+            cos, sin = self.rotary(positions)
+            return torch.ones_like(cos), torch.zeros_like(sin)
+
+        return self.once("still", lambda: replace(self, rotary=unturned, _made={}, _elsewhere={}))
+
     def turn(self, positions: Tensor) -> Turn:
         """The rotary tables at ``positions`` (1 or B, n)."""
         if self.device == self.home:

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .cache import MemoryCacheLayer, adopt
-from .config import MemoryConfig, check_base, check_window
+from .config import MemoryConfig, check_base, native_window
 from .errors import RetrofitError
 from .kinds import build_memory
 from .memory import Memory
@@ -35,15 +35,14 @@ class MemoryModel(MemoryPreTrained):
                 "this configuration has no memory: make the model with retrofit.patch(base, memory=..., window=...)"
             )
         memory = MemoryConfig.from_dict(config.memory)
-        check_base(config, memory.window, memory.sinks)
-        patched = memory.patched_layers(config.num_hidden_layers)
-        for index, layer in enumerate(self.layers):
-            if index in patched or memory.others == "window":
+        check_base(config, memory)
+        for layer, kind in zip(self.layers, memory.layer_kinds(config), strict=True):
+            if kind is not None:
                 attention = layer.self_attn
                 # safe on attention modules, which hold no registry of their own; PreTrainedModels must be built as
                 # what they are
                 attention.__class__ = self.attention_class
-                attention.memory = build_memory(config, memory, memory.kind if index in patched else "none")
+                attention.memory = build_memory(config, memory, kind)
         self.post_init()
 
     def memories(self) -> dict[int, Memory]:
@@ -65,13 +64,13 @@ class MemoryModel(MemoryPreTrained):
             RetrofitError: a value out of range, or more than the base's own sliding window.
         """
         sinks = self.config.memory["sinks"] if sinks is None else sinks
-        check_window(window, sinks)
-        check_base(self.config, window, sinks)
+        changed = {**self.config.memory, "window": window, "sinks": sinks}
+        check_base(self.config, MemoryConfig.from_dict(changed))
         for memory in self.memories().values():
             memory.check_window(window, sinks)
         for memory in self.memories().values():
             memory.window, memory.sinks = window, sinks
-        self.config.memory = {**self.config.memory, "window": window, "sinks": sinks}
+        self.config.memory = changed
 
     @contextmanager
     def memory_off(self) -> Iterator[Any]:
@@ -162,7 +161,7 @@ class MemoryModel(MemoryPreTrained):
             )
         starts = find_starts(before, seen, new, plain, position_ids)
         limit = capacity + min(starts.pads)
-        native = getattr(self.config, "sliding_window", None)
+        native = native_window(self.config)
         if native is not None and len(memories) < len(self.layers):
             limit = min(limit, native)  # the mask made for the other layers is no wider: our own attention from here
         evicting = evicted_before or seen + new > limit

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from patches.errors import RetrofitError
 from patches.pretrained import refuse_tensor_parallel
 
-from .families import find_family
+from .families import FAMILIES, find_family
 from .gguf import locate, name_source, unquantised
 from .reading import refuse_nan
 
@@ -133,8 +133,6 @@ def _explain(path: str, error: Exception) -> str:
         return f"transformers cannot read a GGUF of this family from {path}: give the original checkpoint's folder"
     unknown = ("does not recognize this architecture", "Unrecognized model", "custom code", "GGUF model with arch")
     if any(words in text for words in unknown):
-        return (
-            f"{path} is of a family that cannot be retrofitted: the families supported are qwen2, qwen3, llama, mistral"
-        )
+        return f"{path} is of a family that cannot be retrofitted: the families supported are {', '.join(FAMILIES)}"
     name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return f"{path} cannot be loaded: {name}{text[:240]}"

@@ -18,7 +18,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 import retrofit
 from patches.errors import RetrofitError
 from patches.kinds import KINDS
-from tests.conftest import tiny_base
+from tests.conftest import OTHERS, tiny_base
 from tests.helpers import ROOT, VARIANTS, awake, fresh_process, logits, tokens
 
 IDS = tokens(2, 25)
@@ -32,6 +32,8 @@ def models(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
     found: dict[str, tuple[Any, dict[str, Any]]] = {}
     for i, kind in enumerate(KINDS):
         found[kind] = awake(tiny_base(families[i % 4]), kind), {}
+    for family in OTHERS:
+        found[family] = awake(tiny_base(family, experts_implementation=None), "joint"), {}
     for family in families:
         found[f"bfloat16 {family}"] = awake(tiny_base(family).to(torch.bfloat16), "ahn-gdn"), {}
     for variant, (family, settings) in VARIANTS.items():

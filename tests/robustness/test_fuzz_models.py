@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 import retrofit
 from patches.config import MemoryConfig
@@ -36,7 +37,7 @@ MEMORY = {
 def test_a_memory_configuration(data: Any) -> None:
     def read() -> None:
         config = MemoryConfig.from_dict(data)
-        config.patched_layers(2)
+        config.patched_layers(LlamaConfig(num_hidden_layers=2))
         find_kind(config.kind).read_options(config.options)
 
     refusal("memory configuration", read)

@@ -18,13 +18,16 @@ VLLM_VENV ?= .venv-vllm
 # presses: what distill/demo/presses.py takes, for example "--rows 1 --kept 164"
 PRESSES_ARGS ?=
 
+# test-versions: exports are made under the transformers of .venv, and loaded under these; 5.16 to 5.19 are vLLM's
+TRANSFORMERS ?= 5.0.0 5.16.1 5.19.0
+
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo real presses test test-kernels test-vllm gpu fuzz lint format clean
+.PHONY: help setup demo real presses test test-kernels test-vllm test-versions gpu fuzz lint format clean
 
 help:
-	@echo "make demo | real | presses | test | test-kernels | test-vllm | gpu | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
+	@echo "make demo | real | presses | test | test-kernels | test-vllm | test-versions | gpu | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
 
 setup: $(READY)
 
@@ -61,6 +64,15 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) "$(TORCH)"
 	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) "$(VLLM)" pytest --editable .
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# exports load and generate, bit for bit, under other versions of transformers: minutes
+OTHERS := $(TRANSFORMERS:%=$(VENV)/transformers/%)
+test-versions: $(READY) $(OTHERS)
+	RETROFIT_TRANSFORMERS="$(abspath $(OTHERS))" $(BIN)/python -m pytest $(PYTEST_ARGS) tests/invariants/test_versions.py
+
+$(OTHERS): $(READY)
+	$(BIN)/python -m pip install $(PIP_ARGS) --upgrade --target $@ "transformers==$(@F)"
 	@touch $@
 
 # SmolLM2-135M and texts out of packages: what each memory is worth on a real language model, for equal bytes

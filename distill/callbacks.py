@@ -67,6 +67,17 @@ class FiniteOnly(TrainerCallback):
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+class EndOfStage(TrainerCallback):
+    """Logs and evaluates after the last local step and after the last step of all."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Ask the trainer for it."""
+        if state.global_step in (args.local_steps, state.max_steps):
+            control.should_log = True
+            control.should_evaluate = control.should_evaluate or args.eval_strategy != "no"
+        return control
+
+
 class StopOnSignal(TrainerCallback):
     """Turns the first SIGINT or SIGTERM into a checkpoint and the end of the run, after the step that is running.
 
@@ -116,9 +127,11 @@ class ShowProgress(TrainerCallback):
         self.notes: dict[str, str] = {}
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Show the last KL, memory and, once there was an evaluation, the held-out share of the gap closed."""
+        """Show the last loss, memory and, once there was an evaluation, the held-out share of the gap closed."""
         if "loss" in logs:
             self.notes["kl"] = f"KL {logs['loss']:.4f}"
+        if "local_loss" in logs:
+            self.notes["kl"] = f"layer by layer {logs['local_loss']:.0%} of the window's error"
         if "eval_kl_gap_closed" in logs:
             self.notes["gap"] = f"held out {logs['eval_kl']:.4f} ({logs['eval_kl_gap_closed']:.0%} closed)"
         notes = [*self.notes.values(), f"{peak_bytes() / 2**30:.1f} GiB"]

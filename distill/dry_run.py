@@ -7,6 +7,7 @@ attention over the pairs that are seen and the memory's scan (retrofit/costs/flo
     student    2 P T + A(window) + G
     backward   2 P T + 2.5 A(window) + 2 G     the base is frozen: gradients of activations only
     recompute  the student once more, with gradient checkpointing
+    local step  the teacher's body, and at each layer twice projections and A(window), and 3 G; no head
     head       2 V E T' each for teacher, student and gradient
 
 Memory is distill/simulate.py's, plus weights, the trained parameters (the memory's, LoRA's) with gradient and AdamW's
@@ -58,7 +59,8 @@ class Plan:
 
     base_parameters: int
     trained: int
-    step_flops: int  # with the recipe's own checkpointing
+    step_flops: int  # of a step that is not local, with the recipe's own checkpointing
+    local_flops: int  # of a local step
     step_flops_plain: int
     step_flops_checkpointed: int
     base_bytes: int
@@ -90,12 +92,12 @@ def plan(recipe: Recipe) -> Plan:
         raise RetrofitError("the recipe has no 'base': set it in the recipe or with --base")
     check_recipe(recipe)
     config, origin = base_config(recipe.base)
-    check_base(config, recipe.window, recipe.sinks)
     own = getattr(config, "dtype", None)
     dtype = DTYPES.get(recipe.dtype) or (own if isinstance(own, torch.dtype) else torch.float32)
     settings = _settings(recipe, recipe.window, recipe.sinks)
+    check_base(config, settings)
     model = skeleton(config, settings)
-    Objective(recipe.loss, recipe.mse_weight).check(model)
+    Objective.of(recipe).check(model)
     if recipe.window_sampling == "ahn":
         check_draws(model)
     memory = sum(parameter.numel() for _, parameter in model.memory_parameters())
@@ -105,21 +107,28 @@ def plan(recipe: Recipe) -> Plan:
     trained = model.num_parameters() - parameters
 
     windows = Counter(_windows(recipe))
-    plain, recomputed, scored = (
+    plain, recomputed, local, scored = (
         sum(count * figure for figure, count in zip(column, windows.values(), strict=True)) / recipe.steps
         for column in zip(*(_sequence(config, recipe, window) for window in windows), strict=True)
     )
     rows = recipe.batch_size * recipe.gradient_accumulation_steps
     widest = min(windows, key=sum)  # the smallest window leaves most to the memory
     activations = step_bytes(
-        config, _settings(recipe, *widest), recipe.batch_size, recipe.seq_len, dtype, recipe.gradient_checkpointing
+        config,
+        _settings(recipe, *widest),
+        recipe.batch_size,
+        recipe.seq_len,
+        dtype,
+        recipe.gradient_checkpointing,
+        Objective.of(recipe),
     )
     shape = Shape.of(config)
-    plain, recomputed = int(plain * rows), int(recomputed * rows)
+    plain, recomputed, local = (int(flops * rows) for flops in (plain, recomputed, local))
     return Plan(
         base_parameters=parameters,
         trained=trained,
-        step_flops=recomputed if recipe.gradient_checkpointing else plain,
+        step_flops=recomputed if recipe.gradient_checkpointing or recipe.segment else plain,
+        local_flops=local,
         step_flops_plain=plain,
         step_flops_checkpointed=recomputed,
         base_bytes=parameters * dtype.itemsize,
@@ -133,7 +142,8 @@ def plan(recipe: Recipe) -> Plan:
 
 def hours(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) -> float:
     """Hours of all steps on GPUs of this peak (10^12 dense operations a second), each used to this share."""
-    return recipe.steps * plan.step_flops / (peak_tflops * 1e12 * utilisation) / 3600
+    flops = (recipe.steps - recipe.local_steps) * plan.step_flops + recipe.local_steps * plan.local_flops
+    return flops / (peak_tflops * 1e12 * utilisation) / 3600
 
 
 def table(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) -> list[dict[str, Any]]:
@@ -162,12 +172,15 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
     drawn = ", ".join(f"{total} tokens in {count} steps" for total, count in sorted(totals.items()))
     flops = f"{plan.step_flops_plain / 1e12:,.3g}, {plan.step_flops_checkpointed / 1e12:,.3g} with checkpointing"
     took = hours(plan, recipe, peak_tflops, utilisation)
-    chosen = "on" if recipe.gradient_checkpointing else "off"
+    chosen = "by segments" if recipe.segment else "on" if recipe.gradient_checkpointing else "off"
+    local = (
+        f"; {plan.local_flops / 1e12:,.3g} in each of {recipe.local_steps} local steps" if recipe.local_steps else ""
+    )
     return [
         f"base: {recipe.base}, {plan.base_parameters:,} parameters, frozen ({plan.origin})",
         f"trained: {plan.trained:,} parameters ({plan.trained / plan.base_parameters:.2%} of the base)",
         f"sinks and window: {drawn}; scored positions per row: {plan.scored:,.0f} at most",
-        f"TFLOP per step and GPU: {flops} (checkpointing is {chosen})",
+        f"TFLOP per step and GPU: {flops} (checkpointing is {chosen}){local}",
         f"hours: {took:,.2f} for {recipe.steps} steps on any number of GPUs, at "
         f"{utilisation:.0%} of {peak_tflops:,.0f} TFLOP/s (989 is H100 and H200, dense bfloat16), full rows",
         "GiB: weights and optimizer by formula, activations from the step run on tensors without data, within 15 % of "
@@ -208,17 +221,24 @@ def _windows(recipe: Recipe) -> list[tuple[int, int]]:
     return [(recipe.window, recipe.sinks)] * recipe.steps
 
 
-def _sequence(config: Any, recipe: Recipe, window: tuple[int, int]) -> tuple[float, float, int]:
-    """Operations of one row, without and with checkpointing, and its scored positions, at this (W, S)."""
+def _sequence(config: Any, recipe: Recipe, window: tuple[int, int]) -> tuple[float, float, float, int]:
+    """Operations of one row, without and with checkpointing and in a local step, and its scored positions."""
     shape, T = Shape.of(config), recipe.seq_len
     layers = distinct(layer_memories(config, _settings(recipe, *window)))
     attention = sum(count * attention_flops(shape, memory, T) for memory, count in layers)
     scan = sum(count * memory.flops(T) for memory, count in layers if memory is not None)
     body, scored = 2 * shape.body * T, max(0, T - sum(window))
     with_teacher = recipe.loss != "ce"
-    teacher = body + shape.layers * attention_flops(shape, None, T) if with_teacher else 0
+    full = sum(count * attention_flops(shape, memory, T) for memory, count in distinct(layer_memories(config, None)))
+    teacher = body + full if with_teacher else 0
     student = body + attention + scan
     backward = body + 2.5 * attention + 2 * scan
     head = (3 if with_teacher else 2) * 2 * shape.head * scored
     plain = teacher + student + backward + head
-    return plain, plain + student, scored
+    patched = sum(
+        count * (2 * shape.projections * T + attention_flops(shape, memory, T))
+        for memory, count in layers
+        if memory is not None
+    )
+    local = body + shape.layers * attention_flops(shape, None, T) + 2 * patched + 3 * scan
+    return plain, plain + student, local, scored

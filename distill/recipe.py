@@ -73,6 +73,19 @@ class Recipe:
         1, "Forward passes per optimizer step.", least=1, argument="gradient_accumulation_steps"
     )
     lr: float = setting(1e-2, "Peak learning rate of the memory.", above=0, most=1, argument="learning_rate")
+    local_steps: int = setting(
+        0,
+        "How many of the steps, the first ones, fit each layer by itself to the base's own attention there.",
+        least=0,
+        argument="local_steps",
+    )
+    local_lr: float | None = setting(
+        None,
+        "Peak learning rate of the local steps; that of the others by default.",
+        above=0,
+        most=1,
+        argument="local_lr",
+    )
     warmup: float = setting(
         0.1, "Warm-up steps; below 1, their share of all steps.", least=0, most=LARGEST, argument="warmup_steps"
     )
@@ -103,6 +116,22 @@ class Recipe:
     gradient_checkpointing: bool = setting(
         False, "Compute activations again in the backward pass instead of keeping them."
     )
+    segment: int | None = setting(
+        None,
+        "Tokens of a row that are computed at a time, so that activations do not grow with seq_len; the gradient stays "
+        "that of the whole row.",
+        least=2,
+        argument="segment",
+    )
+    segments_back: int | None = setting(
+        None,
+        "Cut the gradient before every so many segments, which is an approximation; by default it is never cut.",
+        least=1,
+        argument="segments_back",
+    )
+    offload_teacher: bool = setting(
+        False, "With segment: keep the teacher's cache in main memory.", argument="offload_teacher"
+    )
     deepspeed: str | None = setting(
         None, "DeepSpeed's ZeRO instead of plain data parallelism: zero2, zero3 or a DeepSpeed JSON file."
     )
@@ -124,6 +153,17 @@ class Recipe:
             raise RetrofitError(
                 f"min_length: {self.min_length} would leave out every conversation, because seq_len cuts them to "
                 f"{self.seq_len} tokens"
+            )
+        if self.segment is None and (self.segments_back or self.offload_teacher):
+            raise RetrofitError("segments_back and offload_teacher go with segment: set segment, or leave them out")
+        if self.segment is not None and self.gradient_checkpointing:
+            raise RetrofitError(
+                "segment: the backward pass computes each segment again anyway: set gradient_checkpointing to false"
+            )
+        if self.local_steps > self.steps:
+            raise RetrofitError(
+                f"local_steps: {self.local_steps} is more than all steps, {self.steps}, of which they are the first: "
+                "set more steps, or fewer local ones"
             )
         # with window_sampling too: held-out rows are scored at the window that is saved
         if self.seq_len < self.window + self.sinks + 2:

@@ -89,6 +89,13 @@ def _together(shares: list[Scores], count: int) -> Scores:
     return Scores(rows("nll"), rows("kl"), rows("correct"), shares[0].start, rows("scored"))
 
 
+def layer_errors(curve: list[dict[str, Any]]) -> dict[str, float]:
+    """By layer, the last held-out squared error of a run with local steps, as a share of that of the window alone."""
+    key = "eval_layer_error_"
+    last: dict[str, Any] = next((entry for entry in reversed(curve) if "eval_layer_error" in entry), {})
+    return {name.removeprefix(key): value for name, value in last.items() if name.startswith(key)}
+
+
 def title(recipe: Recipe, split: Split) -> str:
     """What the table's figures were measured on."""
     count = min(recipe.eval_rows, len(split.held_out))

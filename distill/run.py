@@ -31,7 +31,7 @@ from distill.parallel.zero import agreeing, find_config, is_partitioned, whole
 from distill.preflight import check_recipe, reporters
 from distill.progress import progress_bar
 from distill.recipe import Recipe
-from distill.results import COLUMNS, card_details, compare, title
+from distill.results import COLUMNS, card_details, compare, layer_errors, title
 from distill.resume import DATA_FILE, RECIPE_FILE, check_same_data, check_same_recipe, describe_data, last_whole
 from distill.trainer import DRAFT, DistillTrainer
 from patches.errors import RetrofitError
@@ -146,6 +146,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         "tokens": split.tokens,
         "data": split.counts.to_dict(),
         "parameters": sizes,
+        "layers": layer_errors(state.log_history),
         "curve": state.log_history,
         "command": command,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")}

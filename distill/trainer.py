@@ -4,6 +4,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl
 
 from distill.arguments import DistillArguments
-from distill.callbacks import FiniteOnly
+from distill.callbacks import EndOfStage, FiniteOnly
 from distill.checkpoint import STATE, drop_oldest, write_checksums
 from distill.data.rows import EvenRows, longer_than
+from distill.local import LocalFit
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
-from distill.objective import Batch, Objective
+from distill.objective import Batch, Objective, tokens_of
 from distill.parallel.zero import is_partitioned, keep_base_out, partition, window_only
+from distill.stages import in_stages
 from distill.windows import check_draws, draw_window
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
@@ -54,6 +58,7 @@ class DistillTrainer(Trainer):
 
     args: DistillArguments
     control: TrainerControl
+    lr_scheduler: Any
 
     def __init__(
         self,
@@ -69,7 +74,7 @@ class DistillTrainer(Trainer):
         if not any(parameter.requires_grad for _, parameter in model.memory_parameters()):
             kind = model.config.memory["kind"]
             raise RetrofitError(f"memory {kind!r} has no parameters to train: use the patched model as it is")
-        self.objective = Objective(args.loss, args.mse_weight, args.temperature, args.label_shift)
+        self.objective = Objective.of(args)
         self.objective.check(model)
         if args.window_sampling == "ahn":
             check_draws(model)
@@ -80,6 +85,13 @@ class DistillTrainer(Trainer):
         engine = getattr(args, "hf_deepspeed_config", None)
         if engine is not None and engine.is_zero3() and lora_layers(model):
             raise RetrofitError("LoRA does not work with ZeRO-3, which would save it empty: use zero2")
+        if engine is not None and engine.is_zero3() and args.segment is not None:
+            raise RetrofitError(
+                "segment does not work with ZeRO-3, whose processes gather weights in step though their rows may have "
+                "different numbers of segments: use zero2, or leave segment out"
+            )
+        if engine is not None and engine.is_zero3() and args.local_steps:
+            raise RetrofitError("local steps do not work with ZeRO-3, which has no layer's weights whole: use zero2")
         if engine is not None and engine.is_zero3() and not is_partitioned(model):
             partition(model, engine.config, args.device)
         super().__init__(
@@ -101,10 +113,32 @@ class DistillTrainer(Trainer):
         if self.is_deepspeed_enabled:
             keep_base_out(self.accelerator)
         self.add_callback(FiniteOnly(self))
+        if args.local_steps:
+            self.add_callback(EndOfStage())
         self.window: tuple[int, int] = (model.config.memory["window"], model.config.memory["sinks"])  # W, S
         self._step_window = self.window
         self._draft = ""  # subfolder of the output folder in which a checkpoint is being written
         self._window_only_kl: dict[str, tuple[Any, dict[str, float]]] = {}  # of which rows, what
+
+    # ---- the stages ----
+
+    @cached_property
+    def _local(self) -> LocalFit:
+        return LocalFit(self.accelerator.unwrap_model(self.model))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As the Trainer's; with local steps, each stage has a warm-up and a schedule of its own."""
+        if not self.args.local_steps or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler = in_stages(self.args, optimizer or self.optimizer, num_training_steps)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; the loss of a local step is no KL and is called ``local_loss``."""
+        if self.state.global_step <= self.args.local_steps:
+            logs = {"local_loss" if key == "loss" else key: value for key, value in logs.items()}
+        super().log(logs, *args, **kwargs)
 
     # ---- the loss ----
 
@@ -118,6 +152,8 @@ class DistillTrainer(Trainer):
             raise RetrofitError(
                 "rows need 'labels' beside 'input_ids': the same ids, with -100 where there is nothing to learn"
             )
+        if self.state.global_step == self.args.local_steps > 0:
+            self.optimizer.state.clear()  # how large the layers' gradients were says nothing about the KL's
         self._step_window = self.window
         if self.args.window_sampling == "ahn" and batches:
             longest = torch.tensor([max(batch["input_ids"].shape[1] for batch in batches)], device=device)
@@ -140,11 +176,14 @@ class DistillTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The objective's mean over the scored positions of the whole accumulated, distributed batch."""
+        """The stage's loss, averaged over the scored positions of the whole accumulated, distributed batch."""
         inputs = longer_than(inputs, sum(self._step_window))
         scored = self.objective.scored(inputs["labels"], sum(self._step_window))
-        losses = self.objective.losses(model, self.accelerator.unwrap_model(model), inputs, scored)
-        total, count = losses.sum(), scored.sum()
+        if self.state.global_step < self.args.local_steps:
+            total = self._local.total(model, tokens_of(inputs), scored)
+        else:
+            total = self.objective.losses(model, self.accelerator.unwrap_model(model), inputs, scored).sum()
+        count = scored.sum()
         if num_items_in_batch is not None:
             # data parallelism averages gradients over ranks: undo it, the count is already that of all ranks
             total, count = total * self.accelerator.num_processes, num_items_in_batch
@@ -182,7 +221,8 @@ class DistillTrainer(Trainer):
         Returns:
             ``{prefix}_kl``, ``{prefix}_kl_window_only`` (nats) and ``{prefix}_kl_gap_closed`` (1 is the teacher); both
             KLs also by how far past the window a position lies: ``{prefix}_kl_beyond_{tokens}`` is the mean from that
-            distance up to the next key's.
+            distance up to the next key's. After local steps also ``{prefix}_layer_error_{index}``: a layer's squared
+            error, as a share of that of its window alone, and ``{prefix}_layer_error``, their mean.
         """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, dict):
@@ -199,6 +239,8 @@ class DistillTrainer(Trainer):
         metrics = {f"kl{key}": value for key, value in kl.items()}
         metrics |= {f"kl_window_only{key}": value for key, value in reference.items()}
         metrics["kl_gap_closed"] = gap_closed(kl[""], reference[""])
+        if self.args.local_steps:
+            metrics |= self._errors_of_layers(data)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -207,14 +249,11 @@ class DistillTrainer(Trainer):
     def _kl_by_distance(self, model: Any, data: Dataset | None) -> dict[str, float]:
         """Mean KL to the teacher over ``data`` on all ranks, nats: of all scored positions under the key ``""``, and of
         those from W 2^i to W 2^(i + 1) past the window, the first also nearer, under ``"_beyond_{first}"``."""
-        if data is not None and self.args.world_size > 1 and hasattr(data, "__len__"):
-            data = EvenRows(data, self.args.eval_batch_size * self.args.world_size)
-        objective = Objective(label_shift=self.args.label_shift)
+        objective = replace(self.objective, loss="kl", mse_weight=0.0, temperature=1.0)
         window, sinks = self.window
         sums = torch.zeros(2, DISTANCES, dtype=torch.float64, device=self.args.device)
         with torch.no_grad(), evaluating(model):
-            for batch in map(self._prepare_inputs, self.get_eval_dataloader(data)):
-                scored = objective.scored(batch["labels"], window + sinks)
+            for batch, scored in self._scored_batches(data):
                 losses = objective.losses(model, model, batch, scored).double()
                 beyond = scored.nonzero()[:, 1] - (window + sinks)
                 at = (beyond / window).clamp(min=1).log2().long().clamp(max=DISTANCES - 1)
@@ -226,6 +265,27 @@ class DistillTrainer(Trainer):
             if count:
                 means[f"_beyond_{window * 2**i if i else 0}"] = total / count
         return means
+
+    def _errors_of_layers(self, data: Dataset | None) -> dict[str, float]:
+        """Each layer's squared error over ``data`` on all ranks, as a share of that of its window alone."""
+        model = self.accelerator.unwrap_model(self.model)
+        sums = torch.zeros(len(self._local.layers) + 1, dtype=torch.float64, device=self.args.device)
+        with torch.no_grad():
+            for batch, scored in self._scored_batches(data):
+                counts = scored.sum(1)
+                errors = self._local.errors(model, tokens_of(batch), scored).double()  # (layers, B)
+                sums += torch.cat([(errors * counts).sum(1), counts.sum()[None]])
+        *totals, count = self.accelerator.reduce(sums, reduction="sum").tolist()
+        means = [total / max(count, 1) for total in totals]
+        by_layer = {f"layer_error_{index}": mean for index, mean in zip(self._local.layers, means, strict=True)}
+        return {"layer_error": sum(means) / len(means), **by_layer}
+
+    def _scored_batches(self, data: Dataset | None) -> Iterator[tuple[Batch, Tensor]]:
+        """This process's batches of ``data``, and which of their positions count."""
+        if data is not None and self.args.world_size > 1 and hasattr(data, "__len__"):
+            data = EvenRows(data, self.args.eval_batch_size * self.args.world_size)
+        for batch in map(self._prepare_inputs, self.get_eval_dataloader(data)):
+            yield batch, Objective(label_shift=self.args.label_shift).scored(batch["labels"], sum(self.window))
 
     # ---- checkpoints ----
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .kernels import gated_delta_rule, linear_attention
-from .linear import HeadLinear, ReadNorm, WideLinear
+from .kernels import gated_delta_rule, linear_attention, per_state
+from .linear import HeadLinear, ReadNorm, WideLinear, cast
 from .on_window import MatrixMemory
 
 
@@ -48,10 +48,9 @@ class DeltaNet(MatrixMemory):
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        beta, log_decay = gates[..., : self.heads], gates[..., self.heads :]
-        q, k, v = (h.transpose(1, 2) for h in (q, k, v))
-        decay = log_decay if log_decay.shape[-1] else None
-        read, state = gated_delta_rule(q, k, v, beta, decay, state, scale=self.head_dim**-0.5, normalise=True)
+        beta, *decay = gates.split(self.heads, -1)
+        fade, scale = decay[0] if decay else None, self.head_dim**-0.5
+        read, state = gated_delta_rule(q, k, v, beta, fade, state, scale=scale, normalise=True, in_place=True)
         gate = F.silu(self.g_proj(x)).unsqueeze(-1)
         return self.read_proj(self.read_norm(read) * gate), state
 
@@ -78,7 +77,8 @@ class GatedDeltaNet(DeltaNet):
     def write_gates(self, x: Tensor) -> Tensor:
         """``beta`` and the log decay of each head, ``(B, n, 2 H)``, float32."""
         speed = self.a_proj(x)
-        log_decay = -self.A_log.to(speed.dtype).exp() * F.softplus(speed + self.dt_bias.to(speed.dtype))
+        rate = cast(self.A_log, speed.dtype).exp()
+        log_decay = rate * -F.softplus(speed + cast(self.dt_bias, speed.dtype))
         return torch.cat([super().write_gates(x), log_decay], -1)
 
 
@@ -111,14 +111,13 @@ class Mamba2(MatrixMemory):
     def write_gates(self, x: Tensor) -> Tensor:
         """The step size of each head, ``(B, n, H)``, float32."""
         step = self.dt_proj(x)
-        return F.softplus(step + self.dt_bias.to(step.dtype))
+        return F.softplus(step + cast(self.dt_bias, step.dtype))
 
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = (h.to(gates.dtype).transpose(1, 2) for h in (q, k, v))
-        v = v.repeat_interleave(self.heads // self.kv_heads, 2) * gates.unsqueeze(-1)
-        log_decay = -gates * self.A_log.to(gates.dtype).exp()
-        read, state = linear_attention(q, k, v, log_decay, state, scale=1.0, normalise=True)
+        v = per_state(cast(v, gates.dtype), self.heads) * gates.transpose(1, 2).unsqueeze(-1)
+        log_decay = -gates * cast(self.A_log, gates.dtype).exp()
+        read, state = linear_attention(q, k, v, log_decay, state, scale=1.0, normalise=True, in_place=True)
         read = read * F.silu(self.g_proj(x)).unsqueeze(-1)  # (B, m, H, D)
         return self.read_proj(self.read_norm(read.flatten(2)).view_as(read)), state

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .errors import RetrofitError
 from .padding import Starts
@@ -55,6 +55,8 @@ class MemoryCacheLayer(DynamicLayer):
             evicted.
         state: the memory's tensors by name; empty until something was written.
         seen: tokens this layer has been given, padding included.
+        slot: of the newest token ``(1,)``, which a compiled step counts up on the device; shared by a cache's layers.
+        full: whether every row's sinks and window are there, so that a single token is plain decoding.
         evicting: whether the buffer has turned into sinks + ring.
         starts: where each row's text starts; kept on the first of a cache's layers.
     """
@@ -74,9 +76,21 @@ class MemoryCacheLayer(DynamicLayer):
     def _clear(self) -> None:
         self.gates = None
         self.state: dict[str, Tensor] = {}
+        self.slot: Tensor | None = None
         self.seen = 0
-        self.evicting = False
+        self.evicting = self.full = False
         self.starts = Starts()
+
+    @property
+    def seen(self) -> int:
+        if self._behind and not torch.compiler.is_compiling():
+            assert self.slot is not None
+            self.seen = int(self.slot) + 1
+        return self._seen
+
+    @seen.setter
+    def seen(self, tokens: int) -> None:
+        self._seen, self._behind = tokens, False
 
     # ---- while nothing was evicted ----
 
@@ -130,19 +144,29 @@ class MemoryCacheLayer(DynamicLayer):
             self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self.evicting = True
 
-    def push(self, k: Tensor, v: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Put one token in the place of the one it evicts; return that key, value ``(B, H_kv, 1, D)`` and gates."""
-        if self.keys.is_inference() and not torch.is_inference_mode_enabled():
+    def push(
+        self, k: Tensor, v: Tensor, gates: Tensor | None, places: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Put one token in the place of the one it evicts; return that key, value ``(B, H_kv, 1, D)`` and gates.
+
+        Args:
+            places: where in the ring and in the buffer ``(1,)``, the same in all layers; None: as ``seen`` says.
+        """
+        if torch.compiler.is_compiling() and places is not None:
+            self._behind = True  # a number that changes would compile every step anew
+        else:
+            self.seen += 1
+        if not torch.compiler.is_compiling() and self.keys.is_inference() and not torch.is_inference_mode_enabled():
             self._change(torch.clone)  # filled in inference mode, whose tensors nothing outside it may write to
-        place = self.seen % self.window
-        row = self.sinks + place
-        evicted = self.keys[:, :, row : row + 1].clone(), self.values[:, :, row : row + 1].clone()
-        self.keys[:, :, row : row + 1], self.values[:, :, row : row + 1] = k, v
-        old_gates = None
+        if places is None:
+            place = torch.full((1,), (self.seen - 1) % self.window, device=k.device)
+            places = place, place + self.sinks
+        evicted, old_gates = [rows.index_select(2, places[1]) for rows in (self.keys, self.values)], None
+        self.keys.index_copy_(2, places[1], k)
+        self.values.index_copy_(2, places[1], v)
         if gates is not None:
-            old_gates = self.gates[:, place : place + 1].clone()
-            self.gates[:, place : place + 1] = gates
-        self.seen += 1
+            old_gates = self.gates.index_select(1, places[0])
+            self.gates.index_copy_(1, places[0], gates)
         return *evicted, old_gates
 
     # ---- what a transformers cache must answer ----
@@ -211,6 +235,25 @@ class MemoryCacheLayer(DynamicLayer):
 
     def prefetch(self) -> None:
         self._change(lambda x: x.to(self.device, non_blocking=True))
+
+
+class CompileableCache(DynamicCache):
+    """What ``generate`` fills when it was asked to compile: steps are compiled once every window is full.
+
+    From then on each writes in place to the tensors that there are, and the device knows where.
+    """
+
+    is_compileable = True
+
+    def is_full(self, new: int) -> bool:
+        """Whether ``new`` further tokens are a step of plain decoding."""
+        return new == 1 and self.layers[0].full
+
+    def mark_static(self) -> None:
+        """Tell CUDA graphs that the tensors stay where they are."""
+        for layer in self.layers:
+            for tensor in (*layer.tensors(), layer.slot):
+                torch._dynamo.mark_static_address(tensor)
 
 
 def plain_stream(

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
+from .cache import CompileableCache
 from .errors import RetrofitError
 from .pretrained import MemoryPreTrained
 
@@ -60,6 +62,39 @@ class MemoryCausalLM(MemoryPreTrained):
         if self.model.memory_enabled and implementation not in (None, "dynamic", "dynamic_full", "offloaded"):
             raise RetrofitError(f"cache_implementation={implementation!r} cannot hold a memory: leave it unset")
         return super().generate(*args, **kwargs)
+
+    # ---- how transformers' generate compiles, which ``compile_config`` asks for ----
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        done = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if generation_config.compile_config is not None and type(cache) is DynamicCache and self.model.compiles:
+            cache.__class__ = CompileableCache  # only by its class does generate tell such a cache from any other
+        return done
+
+    def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The mask of a step: none for one that is compiled, since what was padding is known to the cache."""
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        if isinstance(cache, CompileableCache):
+            return None if cache.is_full(kwargs["inputs_embeds"].shape[1]) else mask
+        return create_masks_for_generate(*args, **kwargs)
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """A step of decoding, compiled where it always has the same shapes."""
+        compiled = super().get_compiled_call(compile_config)
+
+        def call(**inputs: Any) -> Any:
+            cache, tokens = inputs.get("past_key_values"), inputs.get("input_ids")
+            if not isinstance(cache, CompileableCache):
+                return compiled(**inputs)
+            if tokens is None or not cache.is_full(tokens.shape[1]):
+                return self(**inputs)
+            cache.mark_static()
+            return compiled(**inputs)
+
+        return call
 
     def __getattr__(self, name: str) -> Any:
         if name in PAGED:

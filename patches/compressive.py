@@ -55,7 +55,7 @@ class Compressive(WindowOnly):
 
     kind = "compressive"
     trainable = False
-    writes_back = False
+    writes_back = compiles = False
     joins_window = True
     Options = CompressiveOptions
 

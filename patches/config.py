@@ -17,7 +17,8 @@ class MemoryConfig:
         kind: name of the memory, one of ``patches.kinds.KINDS``.
         window: tokens kept exactly, the current one included (W >= 1). Never counts the sinks.
         sinks: first tokens of a sequence kept exactly for ever (S >= 0).
-        layers: indices of the layers that get the memory; None means all.
+        layers: indices of the layers that get the memory; None means all. Layers that slide in a base that also has
+            others stay as they are.
         others: what the remaining layers do: ``"full"`` attention, or sinks + ``"window"`` without a memory.
         options: the memory's own options; unknown names are refused by its ``Options`` class.
         base: name (or path) of the base checkpoint, for the adapter and the model card.
@@ -69,20 +70,36 @@ class MemoryConfig:
         """A plain dictionary that JSON can hold."""
         return asdict(self)
 
-    def patched_layers(self, num_layers: int) -> list[int]:
+    def patched_layers(self, config: Any) -> list[int]:
         """Indices of the layers that carry the memory of this configuration.
 
+        Args:
+            config: the base's (or the patched model's) transformers configuration.
+
         Raises:
-            RetrofitError: an index is not a layer of a model with ``num_layers`` layers.
+            RetrofitError: an index is not a layer of this base, or of one that keeps its own window.
         """
+        num_layers, own = config.num_hidden_layers, keep_their_window(config)
         if self.layers is None:
-            return list(range(num_layers))
+            return [index for index in range(num_layers) if index not in own]
         for index in self.layers:
+            if index in own:
+                raise RetrofitError(
+                    f"layers={self.layers}: layer {index} of this base has a window of its own and keeps it: leave it "
+                    "out"
+                )
             if not 0 <= index < num_layers:
                 raise RetrofitError(
                     f"layers={self.layers}: {index!r} is not a layer of this base (0 to {num_layers - 1})"
                 )
         return self.layers
+
+    def layer_kinds(self, config: Any) -> list[str | None]:
+        """The kind of memory of each layer; None for one that stays as it is. Arguments and errors as above."""
+        patched, own = self.patched_layers(config), keep_their_window(config)
+        other = "none" if self.others == "window" else None
+        kinds = [self.kind if index in patched else other for index in range(config.num_hidden_layers)]
+        return [None if index in own else kind for index, kind in enumerate(kinds)]
 
 
 def _indices(layers: Any) -> list[int]:
@@ -108,14 +125,29 @@ def check_window(window: int, sinks: int) -> None:
         raise RetrofitError(f"sinks={sinks!r}: the number of sinks must be a whole number, 0 or more")
 
 
-def check_base(config: Any, window: int, sinks: int) -> None:
+def native_window(config: Any) -> int | None:
+    """Tokens that every layer of a base attends to at most; None if there is a layer without such a limit."""
+    return None if keep_their_window(config) else getattr(config, "sliding_window", None)
+
+
+def keep_their_window(config: Any) -> set[int]:
+    """The layers with a sliding window of a base that also has layers with full attention."""
+    types = getattr(config, "layer_types", None) or []
+    if "full_attention" not in types:
+        return set()
+    return {index for index, kind in enumerate(types) if kind == "sliding_attention"}
+
+
+def check_base(config: Any, memory: MemoryConfig) -> None:
     """Refuse a base whose attention our window cannot stand for.
 
     Args:
         config: the base's (or the patched model's) transformers configuration.
+        memory: what it gets.
 
     Raises:
-        RetrofitError: rotary scaling that depends on the input's length, or a native sliding window shorter than ours.
+        RetrofitError: rotary scaling that depends on the input's length, a native sliding window shorter than ours, or
+            an index that is not a layer of this base.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -124,8 +156,10 @@ def check_base(config: Any, window: int, sinks: int) -> None:
             f"this base uses {rope_type!r} rotary scaling, which re-scales cached keys as the input grows: "
             "a bounded memory cannot follow it; use a base with default, linear, yarn or llama3 scaling"
         )
-    native = getattr(config, "sliding_window", None)
-    if native is not None and window + sinks > native:
+    memory.patched_layers(config)
+    native = native_window(config)
+    if native is not None and memory.window + memory.sinks > native:
         raise RetrofitError(
-            f"this base attends to {native} tokens only: choose window + sinks <= {native} (now {window} + {sinks})"
+            f"this base attends to {native} tokens only: choose window + sinks <= {native} (now {memory.window} + "
+            f"{memory.sinks})"
         )

@@ -4,17 +4,17 @@ A policy (``tova.py``, ``h2o.py``) scores the rows it holds by the attention the
 goes. Dropping comes *after* the output, as in the methods' own code: between calls ``capacity`` rows are held, and a
 query sees those and itself. So up to ``capacity`` tokens nothing was ever missing, and the base's own attention runs.
 
-``prefill`` says how often rows are dropped within one call. ``"token"`` (the default) drops after every token: the
-result is the same however a text is fed. The logits of a block of queries are one matrix product, since they do not
-depend on what is kept; only who goes is decided in a loop over tokens, on a softmax of about ``capacity`` numbers.
-``"full"`` sees the whole call and drops once, by its last query (the methods' own code: all T rows are held meanwhile);
-``"chunk"`` does that every ``chunk`` tokens, so never more than ``capacity + chunk`` rows are held. The results of
-these two depend on how a text is cut into calls. ``chunk=1`` is ``"token"`` written down plainly.
+``prefill`` says how often rows are dropped within one call. ``"full"`` sees the whole call and drops once, by its last
+query (the methods' own code: all T rows are held meanwhile); ``"chunk"`` (the default) does that every ``chunk``
+tokens, so never more than ``capacity + chunk`` rows are held. The results of these two depend on how a text is cut into
+calls. ``"token"`` drops after every token: the result is the same however a text is fed. The logits of a block of
+queries are one matrix product, since they do not depend on what is kept; only who goes is decided in a loop over
+tokens, on a softmax of about ``capacity`` numbers. ``chunk=1`` is ``"token"`` written down plainly.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ from .memory import Joined, Memory
 from .options import Options, whole_number
 from .step import Step
 
-LOGITS = 2**22  # logits held at a time, in elements
+LOGITS = 2**22  # logits held at a time on a CPU, in elements
+GPU_LOGITS = 2**28  # and on a GPU, where launches count; not measured
+CHUNK = 1024  # the most tokens between drops that is chosen unasked
 BLOCK = 128  # queries whose logits are made together where a row is dropped after each
 
 
@@ -34,18 +36,22 @@ BLOCK = 128  # queries whose logits are made together where a row is dropped aft
 class EvictionOptions(Options):
     """Attributes:
     scope: who shares a choice of rows: all heads of a ``"layer"``, or the queries of one key/value ``"head"``.
-    prefill: when rows are dropped within a call: after every ``"token"``, every ``"chunk"``, or once (``"full"``).
-    chunk: tokens between drops with ``prefill="chunk"``.
+    prefill: when rows are dropped within a call: after every ``"chunk"`` or every ``"token"``, or once (``"full"``).
+    chunk: tokens between drops with ``prefill="chunk"``. None: an eighth of the window, 1024 at most; below 16 tokens
+        that is every token.
     """
 
+    before: ClassVar[dict[str, Any]] = {"prefill": "token", "chunk": 256}
+
     scope: str = "layer"
-    prefill: str = "token"
-    chunk: int = 256
+    prefill: str = "chunk"
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         one_of("scope", self.scope, "layer", "head")
         one_of("prefill", self.prefill, "token", "chunk", "full")
-        whole_number("chunk", self.chunk)
+        if self.chunk is not None:
+            whole_number("chunk", self.chunk)
 
 
 @dataclass
@@ -107,6 +113,12 @@ class Eviction(Memory):
         """How many of the newest tokens cannot be dropped."""
         raise NotImplementedError
 
+    @property
+    def stride(self) -> int:
+        """Tokens between drops within a call; 0: the whole call."""
+        chunk = max(1, min(CHUNK, self.window // 8)) if self.options.chunk is None else self.options.chunk
+        return {"token": 1, "chunk": chunk, "full": 0}[self.options.prefill]
+
     def score(self, before: Tensor, weights: Tensor) -> Tensor:
         """Scores ``(N, R)`` after some more queries.
 
@@ -141,8 +153,8 @@ class Eviction(Memory):
         return kept + self._sets * self.capacity * (torch.int32.itemsize + score)
 
     def seen_beyond(self, t: Tensor) -> Tensor:
-        past = {"token": 0 * t, "full": t - self.capacity, "chunk": (t - self.capacity) % self.options.chunk}
-        return self.capacity + 1 + past[self.options.prefill]
+        past = t - self.capacity
+        return self.capacity + 1 + (past % self.stride if self.stride else past)
 
     def attend(self, step: Step) -> Joined:
         n = step.now.new
@@ -220,7 +232,8 @@ class Eviction(Memory):
     def _look(self, q: Tensor, held: Rows, step: Step) -> tuple[Tensor, Tensor]:
         """Causal attention of the queries over all rows ``(N, H, n, D)``, and the scores after it ``(N, R)``."""
         n, score, pieces = q.shape[2], held.score, []
-        block = max(1, LOGITS // (q.shape[0] * q.shape[1] * len(held)))
+        most = LOGITS if q.device.type == "cpu" else GPU_LOGITS
+        block = max(1, most // (q.shape[0] * q.shape[1] * len(held)))
         for first in range(0, n, block):
             last = min(first + block, n)
             seen = held.part(0, len(held) - n + last)
@@ -254,8 +267,9 @@ class Eviction(Memory):
     def _pieces(self, n: int, room: int) -> Iterator[tuple[int, int, bool]]:
         """Stretches of a call of ``n`` tokens with space for ``room``, and whether each token of one drops a row."""
         first = 0
-        each = self.options.prefill == "token"
-        stride = {"token": max(room, 1), "chunk": self.options.chunk, "full": n}[self.options.prefill]
+        # a chunk of 1 that was asked for is the plain form
+        each = self.options.prefill == "token" or (self.stride == 1 and self.options.chunk is None)
+        stride = max(room, 1) if each else self.stride or n
         while first < n:
             last = min(first + stride, n)
             fast = each and first >= room and not self.replaces

@@ -70,7 +70,7 @@ class ExpectedAttention(WindowOnly):
     """
 
     kind = "expected"
-    writes_back = False
+    writes_back = compiles = False
     joins_window = True
     calibrates = True
     Options = ExpectedOptions

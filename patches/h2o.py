@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .config import native_window
 from .errors import RetrofitError
 from .eviction import Eviction, EvictionOptions
 from .options import whole_number
@@ -41,7 +42,7 @@ class H2O(Eviction):
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
         super().__init__(config, window, sinks, options)
-        self.native = getattr(config, "sliding_window", None)
+        self.native = native_window(config)
         self.check_window(window, sinks)
 
     def check_window(self, window: int, sinks: int) -> None:

@@ -17,8 +17,7 @@ from .errors import one_of
 from .kernels import gated_delta_rule, linear_attention
 from .linear import wide
 from .memory import Joined, Kept
-from .population import Pairs, PopulationOptions, UngatedMemory, from_first_token
-from .rotary import unrotate
+from .population import Pairs, PopulationOptions, UngatedMemory
 from .step import Step
 
 
@@ -35,21 +34,22 @@ def write_and_read(
         q: features of queries ``(R, G, m, D)``, G of them read each state.
         k: features of keys ``(R, 1, m, D)``; zeros write nothing.
         v: values ``(R, 1, m, D)``.
-        state, mass: M ``(R, 1, D, D)`` and z ``(R, 1, D)`` before the first token; None means zero.
+        state, mass: M ``(R, 1, D, D)`` and z ``(R, 1, D)`` before the first token; None means zero. A single token
+            overwrites M.
 
     Returns:
         ``q M`` ``(R, G, m, D)`` and ``q . z`` ``(R, G, m)``, whose quotient is the reading, and the last M and z.
     """
     sums = k.cumsum(2) if mass is None else k.cumsum(2) + mass.unsqueeze(2)  # z after each token
     if write == "linear":
-        read, last = linear_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, state, scale=1.0)
+        read, last = linear_attention(q, k, v, None, state, scale=1.0, in_place=True)
     else:
         before = torch.cat([torch.zeros_like(k[:, :, :1]) if mass is None else mass.unsqueeze(2), sums[:, :, :-1]], 2)
         known = (k * before).sum(-1)
         known = torch.where(known > 0, known, 1)
         # v - k M / known is (known v - k M) / known: the delta rule with strength 1 / known
-        query, key, value, strength = (x.transpose(1, 2) for x in (q, k, v * known.unsqueeze(-1), 1 / known))
-        read, last = gated_delta_rule(query, key, value, strength, None, state, scale=1.0)
+        v, strength = v * known.unsqueeze(-1), (1 / known).mT
+        read, last = gated_delta_rule(q, k, v, strength, None, state, scale=1.0, in_place=True)
     return read.transpose(1, 2), (q * sums).sum(-1), last, sums[:, :, -1].clone()
 
 
@@ -99,11 +99,9 @@ class InfiniAttention(UngatedMemory):
         """Readings are ``(B, H, m, D + 1)``: ``q M``, and ``q . z`` behind it."""
         q, k, v = (x.to(wide(x.dtype)) for x in (pairs.q, pairs.k, pairs.v))
         if self.options.positions == "none":
-            m = k.shape[2]
-            q = unrotate(q, *step.now.turn_of_slots(pairs.start + pairs.lag, m))
-            k = unrotate(k, *step.now.turn_of_slots(pairs.start, m))
-        else:
-            q, k = from_first_token(step, q), from_first_token(step, k)  # features see more than distances
+            q, k = step.now.turned_back(q, pairs.start + pairs.lag), step.now.turned_back(k, pairs.start)
+        else:  # features see more than distances
+            q, k = step.now.from_first_token(q), step.now.from_first_token(k)
         q, k = elu(q) + 1, elu(k) + 1
         if pairs.written is not None:
             k = k * pairs.written[:, None, :, None]

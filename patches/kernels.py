@@ -1,14 +1,16 @@
 """One table of kernels: for an op, a device, a dtype and whether a gradient is wanted, the function that does it.
 
-Memories call the four ops below and know no backend. Tensors are ``(B, T, H, D)``, gates ``(B, T, H)``, each in its own
-dtype. The torch forms of scan.py and window.py are the reference, and serve wherever nothing else does.
+Memories call the four ops below and know no backend. Tensors come as the model and its cache have them, each in its own
+dtype: ``(B, H, T, D)`` (to ``window_attention``: ``(B, T, H, D)``), and gates as projected, ``(B, T, H)``. What is read
+is ``(B, T, H, D)``, and so are all arguments of the functions in the table. The torch forms of scan.py and window.py
+are the reference, and serve wherever nothing else does.
 
 ``RETROFIT_KERNELS`` forces the choice: names of backends with commas between them; what none of them serves runs on
 torch. Left unset, the first row of ``TABLE`` that fits and can be imported is taken.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,8 @@ from transformers.utils import logging
 
 from .errors import RetrofitError, nearest
 from .fla_ops import load_gated_delta_rule, load_linear_attention
-from .linear import unit
+from .linear import cast, unit
+from .scan import delta_step, linear_step
 from .scan import gated_delta_rule as scan_delta
 from .scan import linear_attention as scan_linear
 from .window import decode_attention as blocked_decode
@@ -45,25 +48,31 @@ def gated_delta_rule(
     *,
     scale: float,
     normalise: bool = False,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule, token by token: decay, correct what the key recalls, write, read.
 
     ``S <- a S;  S <- S + beta k (v - k S)^T;  o = scale q S``; the query of a step sees the token written in it.
 
     Args:
-        q: queries ``(B, T, H, D_k)``; query head ``h`` reads state ``h // (H / H_s)``.
-        k, v: keys ``(B, T, H_kv, D_k)`` and values ``(B, T, H_kv, D_v)``; ``H_kv`` divides ``H_s``, ``H_s`` divides H.
+        q: queries ``(B, H, T, D_k)``; query head ``h`` reads state ``h // (H / H_s)``.
+        k, v: keys ``(B, H_kv, T, D_k)`` and values ``(B, H_kv, T, D_v)``; ``H_kv`` divides ``H_s``, ``H_s`` divides H.
         beta: writing strength ``(B, T, H_s)``, one for each state; 0 writes nothing.
         log_decay: log of the decay ``a``, ``(B, T, H_s)``, at most 0; None means no decay.
         state: the state before the first token ``(B, H_s, D_k, D_v)``; None means zero.
         scale: factor of the readings.
         normalise: give queries and keys unit length first; without it, keys must not be longer than that.
+        in_place: whether ``state`` may be overwritten. A single token then takes the shortest way, in torch's own
+            operations on any device: a compiler can join them, and CUDA graphs find the state where it was.
 
     Returns:
         The readings ``(B, T, H, D_v)`` and the state after the last token, both in float32 or wider.
     """
+    if in_place and _single(q, state, k, v, beta, log_decay):
+        return _step(delta_step, q, k, v, (beta, log_decay), state, scale, normalise)
     run = choose("gated_delta_rule", q, k, v, beta, log_decay, state)
-    return run(q, k, v, beta, log_decay, state, scale=scale, normalise=normalise)
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return run(*rows, beta, log_decay, state, scale=scale, normalise=normalise)
 
 
 def linear_attention(
@@ -75,14 +84,18 @@ def linear_attention(
     *,
     scale: float,
     normalise: bool = False,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Decayed linear attention, token by token: ``S <- a S + k v^T;  o = scale q S``.
 
     Args and returns: as :func:`gated_delta_rule`; a writing strength goes into ``k`` or ``v`` beforehand. There is a
     state for each head of ``log_decay``, or of ``k`` and ``v``, whichever has more.
     """
+    if in_place and _single(q, state, k, v, log_decay):
+        return _step(linear_step, q, k, v, (log_decay,), state, scale, normalise)
     run = choose("linear_attention", q, k, v, log_decay, state)
-    return run(q, k, v, log_decay, state, scale=scale, normalise=normalise)
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return run(*rows, log_decay, state, scale=scale, normalise=normalise)
 
 
 def window_attention(
@@ -122,6 +135,7 @@ def window_attention(
         ``(B, n, H, D)`` in the dtype of ``q``, and ``(B, n, H)`` in float32 or wider, or None.
     """
     run = choose("window_attention", q, k, v, sink_k, sink_v)
+    choose("decode_attention", q, k, v)  # comes next, and a compiled step cannot look around
     how = {"window": window, "start": start, "scale": scale, "pad": pad, "max_pad": max_pad, "dropout": dropout}
     return run(q, k, v, sink_k, sink_v, lse=lse, **how)
 
@@ -129,7 +143,7 @@ def window_attention(
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """One token on a full cache, every key of which it sees: ``q`` (B, 1, H, D), ``k``, ``v`` (B, m, H_kv, D).
+    """One token on a full cache, every key of which it sees: ``q`` (B, H, 1, D), ``k``, ``v`` (B, H_kv, m, D).
 
     Returns:
         ``(B, 1, H, D)``, and with ``lse`` the log-sum-exp ``(B, 1, H)`` of its logits, else None.
@@ -138,6 +152,32 @@ def decode_attention(
 
 
 # ---- the torch forms: heads before tokens, in float32 or wider ----
+
+
+def _single(q: Tensor, state: Tensor | None, *others: Tensor | None) -> bool:
+    """Whether this is one token on a state that there is, and no graph is recorded."""
+    return state is not None and q.shape[2] == 1 and not _differentiates(q, state, *others)
+
+
+def _step(
+    form: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Sequence[Tensor | None],
+    state: Any,
+    scale: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor]:
+    """One token written into ``state`` and read, by a step of scan.py."""
+    (B, H, _, D), states = q.shape, state.shape[1]
+    if normalise:
+        q, k = unit(cast(torch.cat([q, k], 1), state.dtype)).split([H, k.shape[1]], 1)
+    q, k, v = (cast(x, state.dtype) for x in (q, k, v))
+    q = q if states == H else q.reshape(B, states, -1, D)
+    gates = [None if gate is None else gate.reshape(B, -1, 1, 1) for gate in gates]
+    read = form(q, per_state(k, states), per_state(v, states), *gates, state)
+    return (read if scale == 1 else read.mul_(scale)).view(B, 1, H, -1), state
 
 
 def _torch_delta(
@@ -154,7 +194,7 @@ def _torch_delta(
     q, k, v, beta, log_decay = _wide(q, k, v, beta, log_decay)
     if normalise:
         q, k = unit(q), unit(k)
-    k, v = _per_state(k, beta.shape[1]), _per_state(v, beta.shape[1])
+    k, v = per_state(k, beta.shape[1]), per_state(v, beta.shape[1])
     out, state = scan_delta(q, k, v, beta, log_decay, state, scale)
     return out.transpose(1, 2), state
 
@@ -173,8 +213,8 @@ def _torch_linear(
     if normalise:
         q, k = unit(q), unit(k)
     states = max(x.shape[1] for x in (k, v, log_decay) if x is not None)
-    k, v = _per_state(k, states), _per_state(v, states)
-    out, state = scan_linear(q, k, v, None if log_decay is None else _per_state(log_decay, states), state, scale)
+    k, v = per_state(k, states), per_state(v, states)
+    out, state = scan_linear(q, k, v, None if log_decay is None else per_state(log_decay, states), state, scale)
     return out.transpose(1, 2), state
 
 
@@ -186,7 +226,7 @@ def _wide(*tensors: Any) -> list[Any]:
     return [None if x is None else x.to(wide).transpose(1, 2) for x in tensors]
 
 
-def _per_state(x: Tensor, states: int) -> Tensor:
+def per_state(x: Tensor, states: int) -> Tensor:
     """``x`` (B, H_kv, ...) of each state ``(B, states, ...)``."""
     return x if x.shape[1] == states else x.repeat_interleave(states // x.shape[1], 1)
 
@@ -206,7 +246,7 @@ def _flex_window(q: Tensor, *rows: Tensor, lse: bool, max_pad: int, dropout: flo
 def _flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, lse: bool) -> Any:
     if dropout or not lse or not fits(q.shape[-1], False):
         return blocked_decode(q, k, v, scale=scale, dropout=dropout, lse=lse)
-    return flash_decode(q, k, v, scale=scale)
+    return flash_decode(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale)
 
 
 def _torch_window(
@@ -260,15 +300,18 @@ def choose(op: str, *inputs: Tensor | None) -> Callable[..., Any]:
     """The function for ``op`` on these inputs; the first one decides device and dtype."""
     first = inputs[0]
     assert first is not None
-    gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    key = (op, first.device.type, first.dtype, gradient)
+    key = (op, first.device.type, first.dtype, _differentiates(*inputs))
     if key not in _chosen:
         row, _chosen[key], missing = find(*key)
-        dtype, wanted = str(first.dtype).removeprefix("torch."), "with" if gradient else "without"
+        dtype, wanted = str(first.dtype).removeprefix("torch."), "with" if key[3] else "without"
         logger.info(f"{op} on {first.device.type} in {dtype}, {wanted} a gradient: {row.backend}")
         for reason in missing:
             logger.warning_once(f"{op} runs on {row.backend}, not on {reason}")
     return _chosen[key]
+
+
+def _differentiates(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def find(op: str, device: str, dtype: torch.dtype, gradient: bool) -> tuple[Kernel, Callable[..., Any], list[str]]:

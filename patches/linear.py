@@ -3,6 +3,8 @@
 Who stands between a module and its weights (accelerate's offloading, ZeRO-3, a LoRA) acts when it is called.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,9 +18,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32  # promote_types is dispatched like an operation
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``; a cast that changes nothing is dispatched like any operation."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def unit(x: Tensor) -> Tensor:
     """``x`` scaled to length 1 along its last dimension, a zero to zero."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+    longer = F.pad(x, (0, 1), value=math.sqrt(UNIT_EPS))  # what is added inside the root is one more component
+    return x / torch.linalg.vector_norm(longer, dim=-1, keepdim=True)
 
 
 class WideLinear(nn.Linear):
@@ -26,7 +34,8 @@ class WideLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = wide(x.dtype)
-        return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        bias = None if self.bias is None else cast(self.bias, dtype)
+        return F.linear(cast(x, dtype), cast(self.weight, dtype), bias)
 
 
 class HeadLinear(nn.Module):
@@ -37,7 +46,7 @@ class HeadLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads, dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bnhi,hio->bnho", x, self.weight.to(x.dtype))
+        return torch.einsum("bnhi,hio->bnho", x, cast(self.weight, x.dtype))
 
 
 class ReadNorm(nn.Module):
@@ -48,4 +57,4 @@ class ReadNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPS) * self.weight.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, cast(self.weight, x.dtype), NORM_EPS)

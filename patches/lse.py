@@ -39,6 +39,14 @@ def attention_lse(
         return recomputed_attention_lse(q, k, v, mask, scale, dropout)
 
 
+def shared_attention_lse(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
+    """:func:`attention_lse` of queries ``(B, H, n, D)`` that all see the keys ``(B, H, m, D)`` of their own head."""
+    if q.device.type == "cpu" and dropout == 0 and not torch.is_grad_enabled():
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+    out, lse = attention_lse(q.flatten(0, 1).unsqueeze(1), k.flatten(0, 1), v.flatten(0, 1), None, scale, dropout)
+    return out.view_as(q), lse.view(q.shape[:3])
+
+
 def recomputed_attention_lse(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .linear import cast, wide
 from .options import Options
 from .step import Step
 
@@ -38,7 +39,9 @@ class Memory(nn.Module):
         trainable: whether there is anything to distil.
         calibrates: whether it learns from texts that it is shown, by ``observe`` and ``settle``, without gradients.
         needs_key_bias: whether it must know what the base adds to every key.
+        needs_plain_queries: whether it must know queries as they were before their rotation.
         writes_back: whether each step changes the whole state, or only reads it.
+        compiles: whether a step of plain decoding depends on no number but those on the device.
     """
 
     is_retrofit_memory = True
@@ -46,7 +49,9 @@ class Memory(nn.Module):
     trainable: ClassVar[bool] = True
     calibrates: ClassVar[bool] = False
     needs_key_bias: ClassVar[bool] = False
+    needs_plain_queries: ClassVar[bool] = False
     writes_back: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
     Options: ClassVar[type[Options]] = Options
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
@@ -96,6 +101,8 @@ class Memory(nn.Module):
             return None
         # states, gates and decays stay in float32 under mixed precision too
         with torch.autocast(step.x.device.type, enabled=False):
+            if step.now.full and self.trainable:
+                step.x = cast(step.x, wide(step.x.dtype))  # once for all projections
             step.gates = self.write_gates(step.x)
             if step.now.evicting:
                 return self.attend(step)

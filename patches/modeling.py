@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .cache import MemoryCacheLayer, adopt
-from .config import MemoryConfig, check_base, check_window
+from .config import MemoryConfig, check_base, native_window
 from .errors import RetrofitError
 from .kinds import build_memory
 from .memory import Memory
@@ -35,21 +35,27 @@ class MemoryModel(MemoryPreTrained):
                 "this configuration has no memory: make the model with retrofit.patch(base, memory=..., window=...)"
             )
         memory = MemoryConfig.from_dict(config.memory)
-        check_base(config, memory.window, memory.sinks)
-        patched = memory.patched_layers(config.num_hidden_layers)
-        for index, layer in enumerate(self.layers):
-            if index in patched or memory.others == "window":
+        check_base(config, memory)
+        for layer, kind in zip(self.layers, memory.layer_kinds(config), strict=True):
+            if kind is not None:
                 attention = layer.self_attn
                 # safe on attention modules, which hold no registry of their own; PreTrainedModels must be built as
                 # what they are
                 attention.__class__ = self.attention_class
-                attention.memory = build_memory(config, memory, memory.kind if index in patched else "none")
+                attention.memory = build_memory(config, memory, kind)
         self.post_init()
 
     def memories(self) -> dict[int, Memory]:
         """The memory of each patched layer, by layer index."""
         found = ((index, getattr(layer.self_attn, "memory", None)) for index, layer in enumerate(self.layers))
         return {index: memory for index, memory in found if memory is not None}
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a step of plain decoding depends on no number but those on the device."""
+        memories = self.memories()
+        everywhere = len(memories) == len(self.layers) and self.memory_enabled
+        return everywhere and all(memory.compiles for memory in memories.values())
 
     def set_window(self, window: int, sinks: int | None = None) -> None:
         """Change W and S from the next call on an empty cache; written to the configuration, so it is saved.
@@ -58,13 +64,13 @@ class MemoryModel(MemoryPreTrained):
             RetrofitError: a value out of range, or more than the base's own sliding window.
         """
         sinks = self.config.memory["sinks"] if sinks is None else sinks
-        check_window(window, sinks)
-        check_base(self.config, window, sinks)
+        changed = {**self.config.memory, "window": window, "sinks": sinks}
+        check_base(self.config, MemoryConfig.from_dict(changed))
         for memory in self.memories().values():
             memory.check_window(window, sinks)
         for memory in self.memories().values():
             memory.window, memory.sinks = window, sinks
-        self.config.memory = {**self.config.memory, "window": window, "sinks": sinks}
+        self.config.memory = changed
 
     @contextmanager
     def memory_off(self) -> Iterator[Any]:
@@ -89,7 +95,7 @@ class MemoryModel(MemoryPreTrained):
         memory_pass = None
         memories = self.memories()
         tokens = input_ids if input_ids is not None else inputs_embeds
-        if tokens is not None:
+        if tokens is not None and not torch.compiler.is_compiling():
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             warn_of_length(self.config, seen + tokens.shape[1])
         if not self.memory_enabled:
@@ -102,6 +108,8 @@ class MemoryModel(MemoryPreTrained):
             if memory_pass.evicting and len(memories) == len(self.layers):
                 # a 4D mask is passed through as it is: this one stands for "none needed"
                 attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+            if memory_pass.full and position_ids is None:
+                position_ids = (memory_pass.slots(memory_pass.seen, 1) + memory_pass.offset)[:, None]
         if memory_pass is not None:
             kwargs["memory_pass"] = memory_pass
         return super().forward(
@@ -114,6 +122,10 @@ class MemoryModel(MemoryPreTrained):
             **kwargs,
         )
 
+    def plan(self, tokens: Tensor, mask: Tensor | None = None) -> Pass:
+        """A pass over ``tokens`` (B, n) without a cache, for calls of single layers; ``mask`` (B, n) as the model's."""
+        return self._plan(tokens, mask, None, None, self.memories(), {})
+
     def _plan(
         self,
         tokens: Tensor,
@@ -123,13 +135,20 @@ class MemoryModel(MemoryPreTrained):
         memories: dict[int, Memory],
         kwargs: dict[str, Any],
     ) -> Pass:
-        new = tokens.shape[1]
+        new, home, keeper = tokens.shape[1], tokens.device, next(iter(memories))
         layers: list[MemoryCacheLayer] = []
         if cache is not None:
             layers = [adopt(cache, i, memory.kind, memory.window, memory.sinks) for i, memory in memories.items()]
+        if new == 1 and layers and layers[0].full and torch.compiler.is_compiling() and self.compiles:
+            # the device counts; that nothing was seen is as good as any number, since only distances are used
+            assert layers[0].slot is not None
+            slot: Tensor | None = layers[0].slot.add_(1)
+            return Pass(0, 1, layers[0].starts, True, self.turn, home, home, keeper, slot, full=True)
         seen, before, evicted_before = 0, Starts(), False
         if layers:
-            seen, before, evicted_before = layers[0].seen, layers[0].starts, layers[0].evicting
+            # every layer: it asks the device what compiled steps have counted, before this pass counts on
+            seen, *_ = [layer.seen for layer in layers]
+            before, evicted_before = layers[0].starts, layers[0].evicting
         plain = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if "cu_seq_lens_q" in kwargs:
             raise RetrofitError(
@@ -142,7 +161,7 @@ class MemoryModel(MemoryPreTrained):
             )
         starts = find_starts(before, seen, new, plain, position_ids)
         limit = capacity + min(starts.pads)
-        native = getattr(self.config, "sliding_window", None)
+        native = native_window(self.config)
         if native is not None and len(memories) < len(self.layers):
             limit = min(limit, native)  # the mask made for the other layers is no wider: our own attention from here
         evicting = evicted_before or seen + new > limit
@@ -151,12 +170,29 @@ class MemoryModel(MemoryPreTrained):
                 "attention weights exist up to window + sinks tokens only, where the base's own attention runs: leave "
                 "output_attentions out, or take the teacher's inside memory_off()"
             )
-        return Pass(seen, new, starts, evicting, self.turn, tokens.device, tokens.device, keeper=next(iter(memories)))
+        slot, full = None, False
+        if layers and evicting:
+            enough = max(memory.capacity for memory in memories.values()) + max(starts.pads)
+            full = evicted_before and new == 1 and seen >= enough
+            slot = count_slots(layers, seen + new, home)
+            layers[0].full = seen + new >= enough
+        return Pass(seen, new, starts, evicting, self.turn, home, home, keeper, slot, full)
 
     def turn(self, positions: Tensor) -> Turn:
         """The rotary tables at ``positions`` (1 or B, n), fractions allowed, in float32."""
         # an input in float32 asks for tables in float32
         return self.rotary_emb(torch.empty(0, dtype=torch.float32, device=positions.device), positions)
+
+
+def count_slots(layers: list[MemoryCacheLayer], total: int, device: torch.device) -> Tensor:
+    """The slot ``(1,)`` of the last of ``total`` tokens, where the layers of a cache share it."""
+    slot = layers[0].slot
+    if slot is None:
+        with torch.inference_mode(False):  # a later call may be outside it
+            slot = torch.empty(1, dtype=torch.long, device=device)
+        for layer in layers:
+            layer.slot = slot
+    return slot.fill_(total - 1)
 
 
 def warn_of_length(config: Any, length: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .cache import MemoryCacheLayer, Stream, plain_stream
 from .kernels import decode_attention, window_attention
-from .linear import wide
+from .linear import cast, wide
 from .memory import Joined, Kept, Memory
 from .step import Evicted, Step
 
@@ -21,7 +21,7 @@ class WindowOnly(Memory):
 
     kind = "none"
     trainable = False
-    writes_back = True
+    writes_back = compiles = True
     joins_window: ClassVar[bool] = False
 
     def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
@@ -30,7 +30,7 @@ class WindowOnly(Memory):
     def attend(self, step: Step) -> Joined:
         layer, n, gone = step.layer, step.now.new, step.now.evicted(self.window, self.sinks)
         if layer is not None and self.decodes(step, layer):
-            k, v, gates = layer.push(step.k, step.v, step.gates)
+            k, v, gates = layer.push(step.k, step.v, step.gates, step.now.places(self.window, self.sinks))
             return self.recall(step, self._look_once(step, layer), gone, k, v, gates)
         new = step.k, step.v, step.gates, step.now.pad
         if layer is None:
@@ -66,14 +66,13 @@ class WindowOnly(Memory):
         return local
 
     def _look_once(self, step: Step, layer: MemoryCacheLayer) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (step.q, layer.keys, layer.values))
-        local, step.lse = decode_attention(q, k, v, scale=step.scale, dropout=step.dropout, lse=self.joins_window)
+        rows, lse = (step.q, layer.keys, layer.values), self.joins_window
+        local, step.lse = decode_attention(*rows, scale=step.scale, dropout=step.dropout, lse=lse)
         return local
 
     def decodes(self, step: Step, layer: MemoryCacheLayer) -> bool:
         """Whether this is plain decoding: one token, every row's buffer full, no graph for in-place writes to break."""
-        full = layer.evicting and step.now.seen >= self.capacity + step.now.max_pad
-        return full and step.now.new == 1 and not step.differentiates(layer)
+        return step.now.full and not step.differentiates(layer)
 
     def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
         """Write the evicted tokens, read the memory and join it with the window's output; here there is no memory.
@@ -130,15 +129,16 @@ class MatrixMemory(WindowOnly):
         assert gates is not None
         if gone.written is not None:
             gates = self.silence(gates, gone.written)
-        first, layer = gone.first, step.layer
+        layer = step.layer
         state = layer.state.get("matrix") if layer is not None else None
-        read, state = self.read(step.x[:, first:], step.q[:, :, first:], k, v, gates, state)
+        x, q = step.reading(gone.first)
+        read, state = self.read(x, q, k, v, gates, state)
         if layer is not None:
             layer.state["matrix"] = state
-        return behind(local, first, read), None
+        return behind(local, gone.first, read), None
 
 
 def behind(local: Tensor, first: int, added: Tensor) -> Tensor:
     """``local`` (B, n, H, D) with ``added`` (B, n - first, H, D) on what comes from ``first`` on."""
-    added = added.to(local.dtype)
+    added = cast(added, local.dtype)
     return local + added if first == 0 else torch.cat([local[:, :first], local[:, first:] + added], 1)

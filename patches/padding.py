@@ -91,10 +91,22 @@ def find_starts(before: Starts, seen: int, new: int, mask: Tensor | None, positi
             raise RetrofitError("this cache was filled with position_ids of its own: pass those of the new tokens, too")
         return before
     begun = seen and max(before.pads) < seen and not before.ended
-    if begun and new == 1 and given.device.type != "cpu":
+    if begun and new == 1 and (given.device.type != "cpu" or _as_before(before, seen, mask, positions)):
         return before
     with torch.no_grad():
         return _look(before, seen, new, mask, positions, given.device)
+
+
+def _as_before(before: Starts, seen: int, mask: Tensor | None, positions: Tensor | None) -> bool:
+    """Whether a single token goes on where all rows stand; cheap on a CPU, and :func:`_look` says what is wrong."""
+    if positions is None and before.offsets != (0,):
+        return False
+    pad, offset = before.on(torch.device("cpu"))
+    if mask is not None and pad is not None:
+        mask = mask.bool() == (torch.arange(seen + 1) >= pad[:, None])
+    if mask is not None and not mask.all():
+        return False
+    return positions is None or bool((positions == (offset + seen)[:, None]).all())
 
 
 def _look(

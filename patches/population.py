@@ -10,7 +10,6 @@ from .errors import one_of
 from .memory import Joined
 from .on_window import WindowOnly
 from .options import Options
-from .rotary import rotate, unrotate
 from .step import Evicted, Step
 
 
@@ -121,11 +120,3 @@ class UngatedMemory(WindowOnly):
         lead = now.seen + first - start
         q = pad(step.q[:, :, first:], (0, 0, lead, 0))
         return Pairs(q, k, v, slot >= edge[:, None] + self.sinks, reading, start, 0, lead)
-
-
-def from_first_token(step: Step, x: Tensor) -> Tensor:
-    """Queries or keys ``(B, heads, m, D)`` turned as if each row's positions were counted from its first token.
-
-    For what depends on where a token stands and not only on distances: padding must not move it.
-    """
-    return rotate(unrotate(x, *step.now.turn_of_starts()), *step.now.turn_of_zero())

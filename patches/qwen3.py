@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from .attention import MemoryAttention
+from .attention import NormalisedHeads
 from .causal_lm import MemoryCausalLM
 from .modeling import MemoryModel
 
@@ -18,14 +17,8 @@ class RetrofitQwen3Config(Qwen3Config):
     memory: dict[str, Any] | None = None
 
 
-class RetrofitQwen3Attention(MemoryAttention, Qwen3Attention):
-    """``Qwen3Attention`` with a memory: each head's query and key are normalised before rotation."""
-
-    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.q_norm(q), self.k_norm(k)
-
-    def key_bias(self, x: Tensor) -> None:
-        """None: a bias, where there is one, has gone through the norm."""
+class RetrofitQwen3Attention(NormalisedHeads, Qwen3Attention):
+    """``Qwen3Attention`` with a memory."""
 
 
 class RetrofitQwen3Model(MemoryModel, Qwen3Model):

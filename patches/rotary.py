@@ -12,19 +12,35 @@ Rotary = Callable[[Tensor], Turn]  # of positions (1 or B, n), fractions allowed
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``x`` (B, H, n, D) turned by the angles of ``cos``, ``sin`` (B, n, D), its halves paired as in our families."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return x * cos + _quarter_turn(x) * sin
+    return turned(x, *for_heads(cos, sin))
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The inverse of :func:`rotate`, for tables scaled by any factor (yarn scales them) too."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return (x * cos - _quarter_turn(x) * sin) / (cos.square() + sin.square())
+    return turned(x, *for_heads(*back(cos, sin)))
 
 
-def _quarter_turn(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat([-x[..., half:], x[..., :half]], -1)
+def back(cos: Tensor, sin: Tensor) -> Turn:
+    """The tables of the inverse turn."""
+    length = torch.addcmul(cos.square(), sin, sin)
+    return cos / length, sin / -length
+
+
+def after(first: Turn, second: Turn) -> Turn:
+    """The tables of one turn and then another."""
+    (cos, sin), (cos_2, sin_2) = first, second
+    return cos * cos_2 - sin * sin_2, sin * cos_2 + cos * sin_2
+
+
+def for_heads(cos: Tensor, sin: Tensor) -> Turn:
+    """Tables ``(B, n, D)`` as :func:`turned` takes them, made once for all heads and layers."""
+    half = sin.shape[-1] // 2
+    return cos.unsqueeze(1), torch.cat([-sin[..., :half], sin[..., half:]], -1).unsqueeze(1)
+
+
+def turned(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
+    """:func:`rotate` by the tables of :func:`for_heads`; bit for bit what the base's own rotation gives."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * signed
 
 
 def longest_input(config: Any) -> int | None:

@@ -123,6 +123,32 @@ def gated_delta_rule_chunks(
     return _in_order(out.unflatten(0, (B, H)), queries, T, scale), state.unflatten(0, (B, H))
 
 
+def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor) -> Tensor:
+    """:func:`gated_delta_rule_steps` of one token without a gradient, written into ``state`` in place.
+
+    Args:
+        q: the queries of each state ``(B, H_s, G, D_k)``.
+        k, v: its key ``(B, H_s, 1, D_k)`` and value ``(B, H_s, 1, D_v)``.
+        beta, log_decay: ``(B, H_s, 1, 1)``.
+
+    Returns:
+        The readings ``(B, H_s, G, D_v)``, not scaled.
+    """
+    if log_decay is not None:
+        state.mul_(log_decay.exp())
+    error = v - k @ state
+    state.addcmul_(k.mT, error.mul_(beta))
+    return q @ state
+
+
+def linear_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor) -> Tensor:
+    """:func:`linear_attention_steps` of one token without a gradient; arguments as :func:`delta_step`."""
+    if log_decay is not None:
+        state.mul_(log_decay.exp())
+    state.addcmul_(k.mT, v)
+    return q @ state
+
+
 def linear_attention(
     q: Tensor,
     k: Tensor,

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .cache import MemoryCacheLayer
 from .frames import Frame
+from .linear import cast
 from .padding import Starts
-from .rotary import Rotary, Turn
+from .rotary import Rotary, Turn, after, back, for_heads, turned
 
 T = TypeVar("T")
 
@@ -45,6 +46,8 @@ class Pass:
         rotary: the model's rotary embedding.
         device: where the tensors are; ``home``: where the model was called.
         keeper: index of the layer whose cache keeps ``starts``.
+        slot: of the last new token ``(1,)``, on ``home``, in the cache; None without one.
+        full: whether this is plain decoding: one token, and every row's sinks and window are there.
     """
 
     seen: int
@@ -55,6 +58,8 @@ class Pass:
     device: torch.device
     home: torch.device
     keeper: int = 0
+    slot: Tensor | None = None
+    full: bool = False
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
     _elsewhere: dict[torch.device, "Pass"] = field(default_factory=dict, repr=False)
 
@@ -92,19 +97,57 @@ class Pass:
     def max_pad(self) -> int:
         return max(self.starts.pads)
 
+    def still(self) -> "Pass":
+        """The same pass for a layer that does not rotate."""
+
+        def unturned(positions: Tensor) -> Turn:
+            cos, sin = self.rotary(positions)
+            return torch.ones_like(cos), torch.zeros_like(sin)
+
+        return self.once("still", lambda: replace(self, rotary=unturned, _made={}, _elsewhere={}))
+
     def turn(self, positions: Tensor) -> Turn:
         """The rotary tables at ``positions`` (1 or B, n)."""
+        if self.device == self.home:
+            return self.rotary(positions)
         cos, sin = self.rotary(positions.to(self.home))
         return cos.to(self.device), sin.to(self.device)
 
     def slots(self, start: int, count: int) -> Tensor:
         """The slots ``start .. start + count - 1``."""
-        return self.once(("slots", start, count), lambda: torch.arange(start, start + count, device=self.device))
+        return self.once(("slots", start, count), lambda: self._slots(start, count))
+
+    def _slots(self, start: int, count: int) -> Tensor:
+        if self.full and self.slot is not None and count == 1:  # a compiled step knows no numbers, only distances
+            slot = self.slot if self.device == self.home else self.slot.to(self.device)
+            return slot if start == self.seen else slot - (self.seen - start)
+        return torch.arange(start, start + count, device=self.device)
+
+    def places(self, window: int, sinks: int) -> tuple[Tensor, Tensor]:
+        """Where in a ring of W tokens the new token of plain decoding goes, and in the buffer behind S sinks: ``(1,)``
+        each."""
+        place = lambda: self.slots(self.seen, 1) % window  # noqa: E731
+        return self.once(("places", window, sinks), lambda: (place(), place() + sinks))
 
     def turn_of_slots(self, start: int, count: int) -> Turn:
         """The rotary tables of the tokens at these slots ``(1 or B, count, D)``."""
         at = lambda: self.turn(self.slots(start, count) + self.offset[:, None])  # noqa: E731
         return self.once(("turn", start, count), at)
+
+    def turned_back(self, x: Tensor, start: int) -> Tensor:
+        """Rotated queries or keys ``(B, H, n, D)`` of the slots from ``start`` on as they were at position 0."""
+        n = x.shape[2]
+        tables = lambda: for_heads(*back(*(cast(t, x.dtype) for t in self.turn_of_slots(start, n))))  # noqa: E731
+        cos, sin = self.once(("back", start, n), tables)
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+    def from_first_token(self, x: Tensor) -> Tensor:
+        """Queries or keys ``(B, heads, m, D)`` turned as if each row's positions were counted from its first token.
+
+        For what depends on where a token stands and not only on distances: padding must not move it.
+        """
+        tables = lambda: for_heads(*after(back(*self.turn_of_starts()), self.turn_of_zero()))  # noqa: E731
+        return turned(x, *self.once("from first", tables))
 
     def turn_of_starts(self) -> Turn:
         """The rotary tables of each row's first real token ``(1 or B, 1, D)``."""
@@ -128,6 +171,8 @@ class Pass:
         return self.once(("evicted", window, sinks), lambda: self._evicted(window, sinks))
 
     def _evicted(self, window: int, sinks: int) -> Evicted:
+        if self.full:
+            return Evicted(0, self.seen - window, 1, None)
         first = min(max(window + sinks + self.min_pad - self.seen, 0), self.new)
         start, count = self.seen + first - window, self.new - first
         written = None if self.pad is None else self.slots(start, count) >= self.pad[:, None] + sinks
@@ -154,6 +199,7 @@ class Step:
         dropout: the base's attention dropout, 0 outside training.
         key_bias: what the key projection adds to every key before its rotation ``(H_kv * D,)``, for kinds that ask for
             it; None: nothing.
+        plain_q: ``q`` before its rotation, for kinds that ask for it; None: nobody knows.
         gates: write gates ``(B, n, G)`` of the new tokens, or None; filled in by ``Memory.forward``.
         lse: log-sum-exp ``(B, n, H)`` of the logits over sinks and window, for kinds that ``joins_window``.
     """
@@ -167,8 +213,19 @@ class Step:
     scale: float
     dropout: float = 0.0
     key_bias: Tensor | None = None
+    plain_q: Tensor | None = None
     gates: Tensor | None = None
     lse: Tensor | None = None
+
+    def reading(self, first: int) -> tuple[Tensor, Tensor]:
+        """Input ``(B, n - first, E)`` and queries ``(B, H, n - first, D)`` of the tokens from ``first`` on."""
+        return (self.x[:, first:], self.q[:, :, first:]) if first else (self.x, self.q)
+
+    def plain_queries(self, first: int, dtype: torch.dtype) -> Tensor:
+        """Queries ``(B, H, n - first, D)`` of the tokens from ``first`` on without their positions."""
+        if self.plain_q is None:
+            return self.now.turned_back(cast(self.q[:, :, first:], dtype), self.now.seen + first)
+        return cast(self.plain_q[:, :, first:] if first else self.plain_q, dtype)
 
     def differentiates(self, layer: MemoryCacheLayer) -> bool:
         """Whether a graph is recorded that writing to ``layer`` in place would break."""

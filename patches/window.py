@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .lse import attention_lse
+from .lse import attention_lse, shared_attention_lse
 
 # the shared arguments of one piece of work: q, k, v, mask, scale, dropout
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], tuple[Tensor, ...]]
@@ -196,16 +196,15 @@ def _unfold(x: Tensor, rows: int) -> Tensor:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """One token on a full cache, no mask: ``q`` (B, 1, H, D), ``k``, ``v`` (B, m, H_kv, D) -> (B, 1, H, D).
+    """One token on a full cache, no mask: ``q`` (B, H, 1, D), ``k``, ``v`` (B, H_kv, m, D) -> (B, 1, H, D).
 
     Returns:
         It, and with ``lse`` the log-sum-exp ``(B, 1, H)`` of its logits, else None.
     """
-    B, _, H, D = q.shape
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    B, H, _, D = q.shape
     # the heads of a group as queries of one head: the kernel then reads each key once, not once for every head
     q = q.reshape(B, k.shape[1], -1, D)
     if not lse:
         return scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale).reshape(B, 1, H, D), None
-    out, sums = attention_lse(q.flatten(0, 1).unsqueeze(1), k.flatten(0, 1), v.flatten(0, 1), None, scale, dropout)
+    out, sums = shared_attention_lse(q, k, v, scale, dropout)
     return out.reshape(B, 1, H, D), sums.reshape(B, 1, H)

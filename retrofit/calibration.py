@@ -67,6 +67,7 @@ def _observing(body: Any, again: bool) -> Callable[[nn.Module, tuple[Any, ...], 
     def observe(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         now = Pass(0, x.shape[1], Starts(), False, body.turn, x.device, x.device)
+        now = now if attention.use_rope else now.still()
         q, k, v = attention.plain_heads(x)
         attention.memory.observe(Step(now, x, q, k, v, layer=None, scale=attention.scaling), again)
 

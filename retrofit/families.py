@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from patches import llama, mistral, qwen2, qwen3
+from patches import llama, ministral, mistral, mixtral, qwen2, qwen3, qwen3_moe, smollm3
 from patches.errors import RetrofitError, nearest
 
 
@@ -24,6 +24,14 @@ FAMILIES = {
     "qwen3": Family(qwen3.RetrofitQwen3Config, qwen3.RetrofitQwen3Model, qwen3.RetrofitQwen3ForCausalLM),
     "llama": Family(llama.RetrofitLlamaConfig, llama.RetrofitLlamaModel, llama.RetrofitLlamaForCausalLM),
     "mistral": Family(mistral.RetrofitMistralConfig, mistral.RetrofitMistralModel, mistral.RetrofitMistralForCausalLM),
+    "mixtral": Family(mixtral.RetrofitMixtralConfig, mixtral.RetrofitMixtralModel, mixtral.RetrofitMixtralForCausalLM),
+    "qwen3_moe": Family(
+        qwen3_moe.RetrofitQwen3MoeConfig, qwen3_moe.RetrofitQwen3MoeModel, qwen3_moe.RetrofitQwen3MoeForCausalLM
+    ),
+    "ministral": Family(
+        ministral.RetrofitMinistralConfig, ministral.RetrofitMinistralModel, ministral.RetrofitMinistralForCausalLM
+    ),
+    "smollm3": Family(smollm3.RetrofitSmolLM3Config, smollm3.RetrofitSmolLM3Model, smollm3.RetrofitSmolLM3ForCausalLM),
 }
 PREFIX = "retrofit_"  # a patched model's model_type is this and the base's
 

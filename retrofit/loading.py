@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from patches.errors import RetrofitError
 from patches.pretrained import refuse_tensor_parallel
 
-from .families import find_family
+from .families import FAMILIES, find_family
 from .gguf import locate, name_source, unquantised
 from .reading import refuse_nan
 
@@ -84,11 +84,12 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     where, gguf = locate(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **{"trust_remote_code": False, **gguf, **kwargs})
+        special = set(tokenizer.all_special_ids)  # never ends where the unknown token is itself unknown
     except Exception as error:  # tokenizers raise bare Exception on a damaged file
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise RetrofitError(f"{path} has no usable tokenizer ({reason}): save one beside the checkpoint") from None
     # without a file of its own, transformers makes up a tokenizer that knows nothing but its special tokens
-    if tokenizer.vocab_size <= len(set(tokenizer.all_special_ids)):
+    if tokenizer.vocab_size <= len(special):
         raise RetrofitError(f"{path} has no tokenizer: save one beside the checkpoint")
     return tokenizer
 
@@ -132,8 +133,6 @@ def _explain(path: str, error: Exception) -> str:
         return f"transformers cannot read a GGUF of this family from {path}: give the original checkpoint's folder"
     unknown = ("does not recognize this architecture", "Unrecognized model", "custom code", "GGUF model with arch")
     if any(words in text for words in unknown):
-        return (
-            f"{path} is of a family that cannot be retrofitted: the families supported are qwen2, qwen3, llama, mistral"
-        )
+        return f"{path} is of a family that cannot be retrofitted: the families supported are {', '.join(FAMILIES)}"
     name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return f"{path} cannot be loaded: {name}{text[:240]}"

@@ -43,8 +43,9 @@ def patch(
         memory: kind of memory, see ``patches.kinds.KINDS``.
         window: tokens kept exactly, the current one included.
         sinks: first tokens of a sequence, kept exactly for ever.
-        layers: indices of the layers that get the memory (default: all).
-        others: what the other layers do: ``"full"`` attention, or ``"window"`` (sinks + window without a memory).
+        layers: indices of the layers that get the memory (default: all; of a base with sliding and full layers, the
+            full ones).
+        others: what the other layers do: ``"full"``, as in the base, or ``"window"`` (sinks + window without a memory).
         model_kwargs: for ``from_pretrained`` when ``base`` is a path or id (``dtype``, ``device_map``, ...).
         **options: the memory's own options.
 
@@ -79,8 +80,7 @@ def patch(
     rounded = None if frequencies.itemsize >= 4 else str(frequencies).removeprefix("torch.")
     origin = {"base": name, "base_revision": revision, "rotary_dtype": rounded}
     settings = new_memory(memory, window, sinks, layers, others, options, **origin)
-    settings.patched_layers(base.config.num_hidden_layers)
-    check_base(base.config, window, sinks)
+    check_base(base.config, settings)
     model = skeleton(base.config, settings)
     added, there = sum(p.numel() for _, p in model.memory_parameters()), base.num_parameters()
     if added > MOST * there:
@@ -105,6 +105,7 @@ def skeleton(config: Any, settings: MemoryConfig) -> Any:
     values = {key: value for key, value in config.to_dict().items() if key not in NOT_INHERITED}
     ours = family.config(**values, memory=settings.to_dict())
     ours._attn_implementation = config._attn_implementation
+    ours._experts_implementation = config._experts_implementation
     with torch.device("meta"):
         return family.causal_lm(ours)
 

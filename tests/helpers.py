@@ -130,14 +130,14 @@ def checksum(model: Any) -> dict[str, int]:
     return found
 
 
-def fresh_process(code: str, folder: Path, *, hide: Iterable[str] = (), path: Path | None = None) -> str:
+def fresh_process(code: str, folder: Path, *, hide: Iterable[str] = (), path: Path | str | None = None) -> str:
     """Run ``code`` in a new interpreter, offline, in ``folder``; returns what it printed.
 
     Args:
         code: Python; torch runs on one thread in it.
         folder: where it runs; transformers keeps remote code below it.
         hide: top-level modules that cannot be imported there.
-        path: folder to import from, besides what is installed.
+        path: folder to import from, before what is installed; or several, as in PYTHONPATH.
     """
     # None in sys.modules makes both import and find_spec say that there is no such module
     hidden = f"import sys\nsys.modules.update(dict.fromkeys({list(hide)!r}))\n"

@@ -33,6 +33,7 @@ from tests.pages import FENCE, NAMED, PAGES, ROOT, Command, anchors, blocks, com
 
 # other tests run these pages' blocks, from the pages themselves
 ELSEWHERE = {
+    "docs/add-a-family.md": "tests/test_docs_add_a_family.py",
     "docs/add-a-memory.md": "tests/test_docs_add_a_memory.py",
     "docs/evaluation-benchmarks.md": "tests/test_docs_evaluation_benchmarks.py",
     "docs/hub.md": "tests/retrofit/test_hub.py",

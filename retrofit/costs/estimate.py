@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from patches.config import MemoryConfig, check_base
+from patches.config import MemoryConfig, check_base, keep_their_window, native_window
 from patches.errors import RetrofitError, one_of
 from patches.kinds import build_memory, new_memory
 from patches.memory import Memory
@@ -56,13 +56,18 @@ class Device:
     bandwidth: float
 
 
-def layer_memories(config: Any, settings: MemoryConfig) -> list[Memory | None]:
-    """The memory of each layer as the patched model has it, on the meta device; None for full attention."""
-    kept = settings.patched_layers(config.num_hidden_layers)
+def layer_memories(config: Any, settings: MemoryConfig | None) -> list[Memory | None]:
+    """The memory of each layer as the patched model has it, on the meta device; None for full attention.
+
+    A layer that slides in the base counts as sinks + window without sinks. ``settings`` None stands for the base.
+    """
+    layers = range(config.num_hidden_layers)
+    kinds = [None for _ in layers] if settings is None else settings.layer_kinds(config)
+    slides = keep_their_window(config) if native_window(config) is None else set(layers)
     with torch.device("meta"):
-        ours = build_memory(config, settings, settings.kind)
-        other = build_memory(config, settings, "none") if settings.others == "window" else None
-    return [ours if index in kept else other for index in range(config.num_hidden_layers)]
+        built = {kind: build_memory(config, settings, kind) for kind in kinds if settings is not None and kind}
+        own = build_memory(config, MemoryConfig("none", config.sliding_window), "none") if slides else None
+    return [built[kind] if kind else own if index in slides else None for index, kind in enumerate(kinds)]
 
 
 def cache_parts(config: Any, memory: Memory | None, tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -118,14 +123,14 @@ def estimate(
     own = getattr(config, "dtype", None)
     kept = DTYPES[dtype] if dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
     asked = new_memory(memory, window, sinks, layers, others, options)
-    check_base(config, window, sinks)
-    shape, rows = Shape.of(config), []
     plain = MemoryConfig("none", window, sinks, layers, others)
+    check_base(config, plain)
+    rows = []
     kinds: dict[str, MemoryConfig | None] = {"full": None, "window": plain, memory: asked}
     if memory == "none":
         del kinds["none"]
     for name, settings in kinds.items():
-        memories: list[Memory | None] = layer_memories(config, settings) if settings else [None] * shape.layers
+        memories = layer_memories(config, settings)
         extra = sum(parameter.numel() for _, parameter in skeleton(config, settings or plain).memory_parameters())
         rows.append({"name": name, "extra_parameters": extra, **costs(config, memories, length, batch, kept, extra)})
     for row in rows:

@@ -20,7 +20,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
+    mlp: int  # weights that a token meets in one layer, the mean over the layers
     vocabulary: int
 
     @classmethod
@@ -33,7 +33,7 @@ class Shape:
             config.num_attention_heads,
             config.num_key_value_heads,
             head_dim,
-            config.intermediate_size,
+            _mlp(config),
             config.vocab_size,
         )
 
@@ -41,11 +41,6 @@ class Shape:
     def projections(self) -> int:
         """Weights of q, k, v and o in one layer."""
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-
-    @property
-    def mlp(self) -> int:
-        """Weights of gate, up and down in one layer."""
-        return 3 * self.hidden * self.ffn
 
     @property
     def body(self) -> int:
@@ -56,6 +51,21 @@ class Shape:
     def head(self) -> int:
         """Weights of the output head."""
         return self.hidden * self.vocabulary
+
+
+def _mlp(config: Any) -> int:
+    """Weights of the MLP that a token meets in one layer; of a mixture, its router's and those of its own experts."""
+    dense = 3 * config.hidden_size * config.intermediate_size
+    each = getattr(config, "num_experts_per_tok", 0)
+    if not each:
+        return int(dense)
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    mixture = config.hidden_size * (
+        3 * each * getattr(config, "moe_intermediate_size", config.intermediate_size) + experts
+    )
+    step, layers = getattr(config, "decoder_sparse_step", 1), range(config.num_hidden_layers)
+    plain = set(getattr(config, "mlp_only_layers", ())) | {index for index in layers if (index + 1) % step}
+    return int(sum(dense if index in plain else mixture for index in layers) // len(layers))
 
 
 def attention_flops(shape: Shape, memory: Memory | None, tokens: int) -> int:
@@ -84,7 +94,7 @@ def _layer(shape: Shape, memory: Memory | None, tokens: int) -> int:
 
 
 def distinct(memories: list[Memory | None]) -> list[tuple[Memory | None, int]]:
-    """Each memory of a model once, with the number of its layers; layers of one kind have the same settings."""
-    first = {memory.kind if memory else None: memory for memory in reversed(memories)}
-    kinds = [memory.kind if memory else None for memory in memories]
-    return [(memory, kinds.count(kind)) for kind, memory in first.items()]
+    """Each memory of a model once, with the number of its layers; layers of one kind and window have the same one."""
+    names = [(memory.kind, memory.window) if memory else None for memory in memories]
+    first = dict(zip(reversed(names), reversed(memories), strict=True))
+    return [(memory, names.count(name)) for name, memory in first.items()]

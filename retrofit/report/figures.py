@@ -27,6 +27,7 @@ from retrofit.report.heat import heat_map
 KL = "KL to the teacher, nats per token"
 STEPS = "optimizer steps"
 BEYOND = re.compile(r"eval_kl_(window_only_)?beyond_(\d{1,12})")
+LAYER = re.compile(r"eval_layer_error_(\d{1,6})")
 # key of a benchmark's rows (quartiles under key_low and key_high): name of the figure, title, axis, divisor
 COSTS = {
     "prefill_seconds": ("prefill", "Reading a prompt", "seconds", 1),
@@ -82,6 +83,8 @@ def _training(run: Run, styles: Styles) -> Iterator[Picture]:
             "learning-rate", "Training", "Learning rate", [Curve("learning rate", rates, {"color": INK})], **how
         )
 
+    yield from _layers(run, styles)
+
     last: Row = next((entry for entry in reversed(run.log) if any(BEYOND.fullmatch(key) for key in entry)), {})
     found: dict[str, dict[int, float]] = {WINDOW_ONLY: {}, run.memory: {}}
     for key, value in last.items():
@@ -91,6 +94,26 @@ def _training(run: Run, styles: Styles) -> Iterator[Picture]:
     step = number(last.get("step"))
     note = f"Held-out rows{'' if step is None else f', after {step:,.0f} steps'}."
     yield from _by_distance("kl-by-position", "KL by distance past the window", KL, found, styles, note)
+
+
+def _layers(run: Run, styles: Styles) -> Iterator[Picture]:
+    """Each layer's error on the held-out rows, after the local steps and at the end."""
+    found = []
+    for entry in run.log:
+        matches = [(LAYER.fullmatch(key), number(value)) for key, value in entry.items()]
+        errors = sorted((float(match[1]), value) for match, value in matches if match and value is not None)
+        if errors and (step := number(entry.get("step"))) is not None:
+            found.append((step, errors))
+    local = number(run.metrics["recipe"].get("local_steps"))
+    after = [(f"after {step:,.0f} steps", errors) for step, errors in found if step in (local, found[-1][0])]
+    if not after:
+        return
+    line = styles.line(run.memory)
+    looks = [{**line, "alpha": 0.45}, line][-len(after) :]
+    curves = [Curve(name, errors, look) for (name, errors), look in zip(after, looks, strict=True)]
+    how: dict[str, Any] = {"x": "layer", "y": "squared error, share of the window's", "logarithmic": False}
+    note = "Held-out rows; what each layer makes of full attention's own input."
+    yield chart("layers", "Training", "Error of each layer", curves, **how, note=note)
 
 
 def _gap(run: Run, closed: list[tuple[float, float]], styles: Styles) -> Picture:

@@ -7,6 +7,7 @@ left-padded batch, all others one by one, on a cache layer whose tensors lie in 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class Together:
         self.most = max(share.seen for share in shares)
         pads = tuple(self.most - share.seen for share in shares)
         starts = Starts(pads, tuple(-pad for pad in pads)) if any(pads) else Starts()
-        self.now = Pass(self.most, 1, starts, True, rotary, device, device)
+        self.now = Pass(self.most, 1, starts, True, rotary, device, device, full=True)
 
 
 class Batch:
@@ -89,7 +90,9 @@ class Batch:
         self.rest = []
         for share in rest:
             leaves = share.seen + share.count > capacity
-            self.rest.append((share, Pass(share.seen, share.count, Starts(), leaves, rotary, device, device)))
+            full = share.count == 1 and share.seen > capacity
+            now = Pass(share.seen, share.count, Starts(), leaves, rotary, device, device, full=full)
+            self.rest.append((share, now))
         self.fresh = torch.tensor([share.page for share in rest if not share.seen], dtype=torch.long, device=device)
         self.tokens = sum(share.count for share in shares)
 
@@ -251,7 +254,9 @@ class _Decoding(MemoryCacheLayer):
         self.seen, self.evicting, self.is_initialized = group.most, True, True
         self.state = {name: pages[STATE + name][group.pages] for name in memory.state_tensors(torch.float32)}
 
-    def push(self, k: Tensor, v: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def push(
+        self, k: Tensor, v: Tensor, gates: Tensor | None, places: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         page, place = self.group.pages, self.group.seen % self.window
         keys, values, row = self.pages["keys"], self.pages["values"], self.sinks + place
         evicted = keys[page, :, row].unsqueeze(2), values[page, :, row].unsqueeze(2)

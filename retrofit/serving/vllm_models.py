@@ -41,7 +41,7 @@ class Served(Host):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = vllm_config.model_config.hf_config
         settings = MemoryConfig.from_dict(config.memory)
-        patched = settings.patched_layers(config.num_hidden_layers)
+        patched = settings.patched_layers(config)
         layers = vllm_config.compilation_config.static_forward_context
         rotary = LlamaRotaryEmbedding(config)
         if settings.rotary_dtype is not None:

@@ -101,10 +101,19 @@ def test_a_run_writes_both_adapters(
     ("settings", "said"),
     [
         ({"rank": 2}, "'rank' is not a field of peft.LoraConfig"),
-        ({"rank_pattern": 3}, "peft refuses these settings"),
-        ({"target_modules": "(["}, "peft refuses these settings"),
-        ({"r": 0}, "peft refuses these settings"),
-        ({"target_modules": ["no_proj"]}, "peft refuses these settings"),
+        ({"rank_pattern": 3}, "lora: rank_pattern: 3 is not a mapping"),
+        ({"rank_pattern": {"q_proj": 0}}, "lora: rank_pattern: 0 is out of range, it must be 1 or more"),
+        ({"target_modules": "(["}, r"lora: target_modules: '\(\[' is not a regular expression"),
+        ({"target_modules": [1]}, "lora: target_modules: 1 is not text"),
+        ({"r": 0}, "lora: r: 0 is out of range, it must be 1 or more"),
+        ({"lora_alpha": 1e300}, "lora: lora_alpha: .* is out of range, it must be more than 0 and at most"),
+        ({"target_modules": ["no_proj"]}, "'no_proj'.* stands for no layers, .*: name linear layers of the base"),
+        ({"target_modules": ["q_proj", "input_layernorm"]}, "some that peft cannot wrap: name linear layers"),
+        ({"target_modules": ["memory"]}, "stands for no layers"),
+        ({"layers_to_transform": [99]}, "'layers_to_transform'.* stands for no layers"),
+        ({"layers_to_transform": 0, "target_modules": ".*q_proj"}, "need a list as target_modules"),
+        ({"layers_pattern": "layers"}, "layers_to_transform names: give both"),
+        ({"eva_config": {}}, "'eva_config' is not a field of peft.LoraConfig that a run can set"),
         ({"bias": "all"}, "bias 'all' would change the teacher too: set it to 'none'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' would change the teacher too"),
         ({"modules_to_save": ["norm"]}, "modules_to_save .* would change the teacher too"),
@@ -115,5 +124,36 @@ def test_a_run_writes_both_adapters(
 def test_settings_that_do_not_go(
     make_base: Callable[..., PreTrainedModel], settings: dict[str, object], said: str
 ) -> None:
-    with pytest.raises(RetrofitError, match=said):
+    with pytest.raises(RetrofitError, match=said) as error:
         add_lora(awaken(retrofit.patch(make_base("Qwen2"), "ahn-gdn", 8, 2)), settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("given", [{}, {"exclude_modules": ["q_proj"]}, {"exclude_modules": ".*q_proj"}], ids=str)
+def test_a_memory_is_never_wrapped(make_base: Callable[..., PreTrainedModel], given: dict[str, object]) -> None:
+    """Its weights would get other names, which no adapter has."""
+    model = awaken(retrofit.patch(make_base("Qwen2"), "ahn-gdn", 8, 2))
+    names = [name for name, _ in model.memory_parameters()]
+    add_lora(model, {"target_modules": "all-linear", **given})
+    assert len(lora_layers(model)) == 2 * (6 if given else 7)
+    assert [name for name, _ in model.memory_parameters()] == names
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"r": 1, "lora_alpha": 1e6, "lora_dropout": 0.999, "use_rslora": True},
+        {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"q_proj": 0.5}, "use_dora": True},
+        {
+            "target_modules": ["q_proj"],
+            "layers_to_transform": 0,
+            "layers_pattern": "layers",
+            "init_lora_weights": "gaussian",
+        },
+    ],
+    ids=str,
+)
+def test_settings_that_go(make_base: Callable[..., PreTrainedModel], settings: dict[str, object]) -> None:
+    model = awaken(retrofit.patch(make_base("Qwen2"), "ahn-gdn", 8, 2))
+    add_lora(model, settings)
+    assert model(torch.arange(3, 33)[None]).logits.isfinite().all()

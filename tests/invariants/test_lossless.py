@@ -18,7 +18,7 @@ def assert_is_the_base(model: Any, base: PreTrainedModel) -> None:
         ids = tokens(2, length)
         assert torch.equal(logits(model, ids), logits(base, ids))
     for sizes in ([length], [1] * length, [3, 1, length - 4]):
-        assert torch.equal(feed(model, ids, sizes)[0], feed(base, ids, sizes, cache=DynamicCache())[0])
+        assert torch.equal(feed(model, ids, sizes)[0], feed(base, ids, sizes)[0])
 
 
 def test_up_to_the_capacity_it_is_the_base(base: PreTrainedModel, model: Any) -> None:

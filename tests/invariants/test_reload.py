@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
 
 import retrofit
 from patches.errors import RetrofitError
 from patches.kinds import KINDS
-from tests.conftest import tiny_base
+from tests.conftest import OTHERS, tiny_base
 from tests.helpers import ROOT, VARIANTS, awake, fresh_process, logits, tokens
 
 IDS = tokens(2, 25)
@@ -32,6 +32,8 @@ def models(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
     found: dict[str, tuple[Any, dict[str, Any]]] = {}
     for i, kind in enumerate(KINDS):
         found[kind] = awake(tiny_base(families[i % 4]), kind), {}
+    for family in OTHERS:
+        found[family] = awake(tiny_base(family, experts_implementation=None), "joint"), {}
     for family in families:
         found[f"bfloat16 {family}"] = awake(tiny_base(family).to(torch.bfloat16), "ahn-gdn"), {}
     for variant, (family, settings) in VARIANTS.items():
@@ -226,3 +228,25 @@ def test_saving_as_accelerate_has_every_process_do_it(
     assert torch.equal(saved["model.norm.weight"], model.model.norm.weight + 1)
     with pytest.raises(RetrofitError, match="save first"):
         model.save_pretrained(tmp_path / "pushed", True, None, True)
+
+
+def test_accelerates_documented_call_saves_the_whole_model(
+    make_base: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = awake(make_base("Qwen2"), "joint")
+    accelerator = accelerate.Accelerator(cpu=True)
+    try:
+        prepared = accelerator.prepare(model)
+        for folder, main in (("main", accelerator.is_main_process), ("other", False)):
+            accelerator.unwrap_model(prepared).save_pretrained(
+                tmp_path / folder,
+                is_main_process=main,
+                save_function=accelerator.save,
+                state_dict=accelerator.get_state_dict(prepared),
+            )
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "main", trust_remote_code=True)
+    assert torch.equal(logits(again, IDS), logits(model, IDS))
+    assert not list((tmp_path / "other").iterdir())

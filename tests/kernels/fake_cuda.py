@@ -174,7 +174,7 @@ def flash(padding: str) -> dict[str, Any]:
             out, sums = window_flash._Window.forward(context, *rows, plan)
             grads = window_flash._Window.backward(context, out, sums if lse else None)
             found[f"lse={lse}"] = [described(x) for x in (out, sums, *grads)]
-        one = kernels.decode_attention(rows[0][:, :1], rows[1], rows[2], scale=0.4, lse=True)
+        one = kernels.decode_attention(*(x.transpose(1, 2) for x in (rows[0][:, :1], *rows[1:3])), scale=0.4, lse=True)
         return {**found, "decode": [described(x) for x in one]}
 
 

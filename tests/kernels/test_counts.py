@@ -1,7 +1,20 @@
-"""What reading a long prompt and decoding launch on CUDA, counted on fake tensors: launches bound what a GPU can do."""
+"""What reading a long prompt and decoding launch on CUDA, counted on fake tensors: launches bound what a GPU can do.
+
+And what a decoded token asks of torch, which bounds what a host can do: every operation counts, views and casts that
+change nothing included.
+"""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedModel
+
+import retrofit
+from tests.conftest import tiny_base
+from tests.helpers import S, W, tokens
 from tests.kernels import fake_cuda
 
 # kernels of a layer that reads 131,072 tokens, W = 8,192; an op of flash-linear-attention counts as one
@@ -14,8 +27,8 @@ PREFILL = {
     "infini": 165,
     "tensor-cache": 120,
 }
-# and of one that then decodes a token
-DECODE = {"none": 64, "ahn-gdn": 97, "ahn-dn": 90, "ahn-mamba2": 106, "joint": 180, "infini": 140, "tensor-cache": 95}
+# and of one that then decodes a token, with what the model does once for all layers
+DECODE = {"none": 63, "ahn-gdn": 103, "ahn-dn": 94, "ahn-mamba2": 97, "joint": 143, "infini": 127, "tensor-cache": 90}
 
 
 def test_launches_of_a_layer(guard: Path) -> None:
@@ -25,3 +38,43 @@ def test_launches_of_a_layer(guard: Path) -> None:
             assert layer[phase]["kernels"] <= most, (kind, phase, layer[phase])
             assert layer[phase]["copied"] == 0, (kind, phase)  # from the host to the device
             assert layer[phase]["waited"] == 0, (kind, phase)  # of the host for the device
+
+
+# dispatched operations of a layer and token; the model's own share is spread over four layers
+DISPATCHED = {"none": 60, "ahn-gdn": 95, "ahn-dn": 90, "ahn-mamba2": 95, "joint": 140}
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return op(*args, **(kwargs or {}))
+
+
+def dispatched(model: PreTrainedModel) -> float:
+    """Operations of a layer for a token behind a full window."""
+    cache, length = DynamicCache(config=model.config), 3 * W
+    ids, mask = tokens(1, length + 2), torch.ones(1, length + 2, dtype=torch.long)
+    with torch.inference_mode():
+        for first, last in ((0, length), (length, length + 1)):
+            model(ids[:, first:last], attention_mask=mask[:, :last], past_key_values=cache)
+        with Dispatched() as counted:
+            model(ids[:, length + 1 :], attention_mask=mask, past_key_values=cache)
+    return counted.count / 4
+
+
+@pytest.fixture(scope="module")
+def four_layers() -> PreTrainedModel:
+    return tiny_base("Qwen2", num_hidden_layers=4)
+
+
+def test_dispatches_of_the_base(four_layers: PreTrainedModel) -> None:
+    assert 60 <= dispatched(four_layers) <= 65  # what the others stand beside
+
+
+@pytest.mark.parametrize("kind", DISPATCHED)
+def test_dispatches_of_a_token(four_layers: PreTrainedModel, kind: str) -> None:
+    assert dispatched(retrofit.patch(four_layers, kind, W, S)) <= DISPATCHED[kind]

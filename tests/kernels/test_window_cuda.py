@@ -202,9 +202,9 @@ def test_what_the_flash_kernel_is_given(guard: Path, padding: str) -> None:
 
 def test_decoding_with_the_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_flash, "flash_forward", reference_forward)
-    q, k, v, *_ = (x.detach() for x in rows(20, 0, 8, 2))
-    ours = kernels._flash_decode(q[:, -1:], k, v, scale=SCALE, dropout=0.0, lse=True)
-    for mine, expected in zip(ours, kernels.blocked_decode(q[:, -1:], k, v, scale=SCALE, lse=True), strict=True):
+    q, k, v, *_ = (x.detach().transpose(1, 2) for x in rows(20, 0, 8, 2))
+    ours = kernels._flash_decode(q[:, :, -1:], k, v, scale=SCALE, dropout=0.0, lse=True)
+    for mine, expected in zip(ours, kernels.blocked_decode(q[:, :, -1:], k, v, scale=SCALE, lse=True), strict=True):
         close(mine, expected, 1e-9)
 
 

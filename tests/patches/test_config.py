@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config
 
 from patches.config import MemoryConfig, check_base, check_window
 from patches.errors import RetrofitError, nearest
@@ -66,8 +66,18 @@ def test_what_is_no_mapping(data: Any) -> None:
 @pytest.mark.parametrize("layers", [[2], [0, -1], [99]])
 def test_layers_that_the_model_has_not(layers: list[int]) -> None:
     with pytest.raises(RetrofitError, match=r"not a layer of this base \(0 to 1\)"):
-        MemoryConfig(**GOOD, layers=layers).patched_layers(2)
-    assert MemoryConfig(**GOOD).patched_layers(2) == [0, 1]
+        MemoryConfig(**GOOD, layers=layers).patched_layers(LlamaConfig(num_hidden_layers=2))
+    assert MemoryConfig(**GOOD).patched_layers(LlamaConfig(num_hidden_layers=2)) == [0, 1]
+
+
+def test_layers_that_slide_beside_others_keep_their_window() -> None:
+    config = Qwen2Config(num_hidden_layers=3, use_sliding_window=True, sliding_window=4, max_window_layers=2)
+    assert config.layer_types == ["full_attention", "full_attention", "sliding_attention"]
+    assert MemoryConfig("joint", 8).layer_kinds(config) == ["joint", "joint", None]
+    assert MemoryConfig("joint", 8, layers=[0], others="window").layer_kinds(config) == ["joint", "none", None]
+    check_base(config, MemoryConfig("joint", 8))
+    with pytest.raises(RetrofitError, match="layer 2 of this base has a window of its own and keeps it"):
+        check_base(config, MemoryConfig("joint", 8, layers=[0, 2]))
 
 
 def test_the_nearest_name_is_suggested() -> None:
@@ -89,9 +99,9 @@ def test_options_that_a_kind_has_not(kind: str) -> None:
 def test_a_native_window_must_hold_ours() -> None:
     config = LlamaConfig()
     config.sliding_window = 10
-    check_base(config, 8, 2)
+    check_base(config, MemoryConfig("none", 8, 2))
     with pytest.raises(RetrofitError, match=r"choose window \+ sinks <= 10"):
-        check_base(config, 9, 2)
+        check_base(config, MemoryConfig("none", 9, 2))
 
 
 def test_windows_are_checked_everywhere_alike() -> None:

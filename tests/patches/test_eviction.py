@@ -201,6 +201,36 @@ def test_full_and_chunked_prefill_hold_what_they_say(make_base, monkeypatch, kin
     assert not torch.allclose(logits["chunk"], logits["token"], atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["tova", "h2o"])
+@torch.no_grad()
+def test_a_prompt_is_read_in_chunks_unasked(base, monkeypatch, kind):
+    """An eighth of the window: bounded, and no step per token; with a short window that is every token."""
+    loops, choose = [], KINDS[kind]._choose
+
+    def watched(self, *args):
+        loops.append(1)
+        return choose(self, *args)
+
+    monkeypatch.setattr(KINDS[kind], "_choose", watched)
+    ids, heavy = torch.randint(3, 101, (2, 60)), {"heavy": 3} if kind == "h2o" else {}
+    for window, alike in ((32, {"prefill": "chunk", "chunk": 4}), (15, {"prefill": "token"})):
+        loops.clear()
+        ours = retrofit.patch(base, memory=kind, window=window, sinks=2, **heavy)
+        logits = ours(ids).logits
+        assert bool(loops) == (window < 16)
+        other = retrofit.patch(base, memory=kind, window=window, sinks=2, **heavy, **alike)
+        assert torch.equal(logits, other(ids).logits)
+        for memory in ours.model.memories().values():
+            at = torch.arange(60)[memory.capacity :]
+            assert memory.seen_beyond(at).max() <= memory.capacity + max(1, window // 8)
+
+
+@pytest.mark.parametrize("kind", ["tova", "h2o"])
+def test_a_model_saved_before_there_were_chunks_unasked(kind):
+    """It drops after every token, as it did."""
+    assert KINDS[kind].saved_options({}).prefill == "token"
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["tova", "h2o"])
 def test_generation_with_and_without_a_cache(make_base, kind, implementation):

@@ -25,6 +25,7 @@ B, T, SCALE = 2, 27, 0.3
 FORMS = {
     "both": {},
     "linear": {"branches": "linear"},
+    "both, wide": {"features": 37},
     "both, by query head": {"shared_state": False},
     "linear, by query head": {"branches": "linear", "shared_state": False},
 }
@@ -107,7 +108,13 @@ def test_it_is_the_equations(make_base: MakeBase, form: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, reference, atol=1e-4, rtol=1e-3)
 
 
+def test_features_set_the_bytes(make_base: MakeBase) -> None:
+    model = retrofit.patch(make_base("Qwen3"), "joint", W, S, **FORMS["both, wide"])
+    assert retrofit.state_bytes(model) == 2 * 2 * 37 * (16 + 1) * 4  # two branches, two key heads
+
+
 @pytest.mark.parametrize("head_dim", [4, 8, 32, 64, 96, 128])
+@pytest.mark.parametrize("form", [form for form in FORMS.values() if "features" not in form], ids=str)
 def test_no_more_bytes_than_ahn(make_base: MakeBase, form: dict[str, Any], head_dim: int) -> None:
     base = make_base("Qwen3", head_dim=head_dim)
     ours = retrofit.patch(base, "joint", W, S, **form)
@@ -183,6 +190,8 @@ def test_closed_until_opened(make_base: MakeBase, form: dict[str, Any]) -> None:
         ({"branches": 2}, "one of both, linear"),
         ({"branch": "linear"}, "did you mean 'branches'"),
         ({"shared_state": 1}, "shared_state=1: use true or false"),
+        ({"features": 0}, "features=0: give a whole number, 1 or more"),
+        ({"features": 257}, "at most 256"),
     ],
 )
 def test_options_out_of_range(make_base: MakeBase, options: dict[str, Any], says: str) -> None:
@@ -205,7 +214,7 @@ def test_saved_before_there_was_a_choice(make_base: MakeBase, tmp_path: Path, sh
     base, ids = make_base("Qwen2"), tokens(2, 40)
     model = awake(base, "joint", shared_state=shared)
     expected = logits(model, ids)
-    assert model.config.memory["options"] == {"branches": "both", "shared_state": shared}
+    assert model.config.memory["options"] == {"branches": "both", "shared_state": shared, "features": None}
     retrofit.save_adapter(model, tmp_path / "adapter")
     model.save_pretrained(tmp_path / "model")
     if not shared:

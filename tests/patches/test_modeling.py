@@ -111,11 +111,13 @@ def test_some_layers_with_a_native_window(make_base: MakeBase) -> None:
     base = make_base("Qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
     assert base.config.layer_types == ["full_attention", "sliding_attention"]
     model = awake(base, "ahn-gdn")
+    assert model.model.memories().keys() == {0}
     with model.memory_off():
         assert torch.equal(logits(model, tokens(2, 40)), logits(base, tokens(2, 40)))
     assert torch.equal(logits(model, tokens(2, W + S)), logits(base, tokens(2, W + S)))
-    with pytest.raises(RetrofitError, match="16 tokens only"):
-        model.set_window(16, 1)
+    model.set_window(19, 1)  # more than the layer that slides keeps
+    assert torch.equal(logits(model, tokens(2, 20)), logits(base, tokens(2, 20)))
+    assert not torch.equal(logits(model, tokens(2, 21)), logits(base, tokens(2, 21)))
 
 
 def test_a_configuration_without_a_memory_is_no_model() -> None:

@@ -94,5 +94,5 @@ def test_options_are_saved_with_the_model(make_base, tmp_path):
     ids = torch.randint(3, 101, (1, 30))
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.config.memory["options"] == {"scope": "head", "positions": "lnln"}
+    assert again.config.memory["options"].items() >= {"scope": "head", "positions": "lnln"}.items()
     assert torch.equal(again(ids).logits, model(ids).logits)

@@ -104,8 +104,7 @@ def test_on_a_cpu_the_output_is_bit_for_bit_that_without(dtype: torch.dtype) -> 
     for padding in (None, torch.tensor([0, 23])):
         plain = blocked(window_attention, q, k, v, 16, 3, padding)
         assert torch.equal(blocked(window_attention_lse, q, k, v, 16, 3, padding)[0], plain)
-    one = q[:, :, -1:]
-    rows = [x.transpose(1, 2) for x in (one, k, v)]
+    rows = q[:, :, -1:], k, v
     out, lse = decode_attention(*rows, scale=SCALE, lse=True)
     assert torch.equal(out, decode_attention(*rows, scale=SCALE)[0])
     assert lse.shape == (B, 1, H)
@@ -113,7 +112,7 @@ def test_on_a_cpu_the_output_is_bit_for_bit_that_without(dtype: torch.dtype) -> 
 
 def test_dropout_leaves_the_normaliser_alone() -> None:
     q, k, v = heads()
-    rows = [x.transpose(1, 2) for x in (q[:, :, -1:], k, v.new_ones(v.shape))]
+    rows = q[:, :, -1:], k, v.new_ones(v.shape)
     kept, dropped = (decode_attention(*rows, scale=SCALE, dropout=p, lse=True) for p in (0.0, 0.5))
     torch.testing.assert_close(kept[1], dropped[1], atol=1e-12, rtol=0)
     assert not torch.allclose(kept[0], dropped[0])

@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 import retrofit
 from patches.config import MemoryConfig
@@ -36,7 +37,7 @@ MEMORY = {
 def test_a_memory_configuration(data: Any) -> None:
     def read() -> None:
         config = MemoryConfig.from_dict(data)
-        config.patched_layers(2)
+        config.patched_layers(LlamaConfig(num_hidden_layers=2))
         find_kind(config.kind).read_options(config.options)
 
     refusal("memory configuration", read)
@@ -171,6 +172,12 @@ def test_a_tokenizer(copy_of: CopyOf) -> None:
         refusal("tokenizer", lambda: load_tokenizer(str(folder)))
 
     check()
+
+
+def test_a_tokenizer_that_does_not_know_its_unknown_token(copy_of: CopyOf) -> None:
+    file = copy_of("base") / "tokenizer_config.json"
+    put(file, json.dumps(json.loads(file.read_bytes()) | {"unk_token": ""}).encode())
+    assert "no usable tokenizer" in str(refusal("tokenizer", lambda: load_tokenizer(str(file.parent))))
 
 
 @share(0.02)

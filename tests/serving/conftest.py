@@ -1,5 +1,6 @@
 """Exports of tiny retrofits, as vLLM finds them on a disk, and the tokens that transformers' generate makes of them."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,14 @@ def export(exports: Path, make_base: Callable[..., PreTrainedModel], byte_tokeni
     """A folder with a retrofit of some family and kind, W = 8 and S = 2, made once; kind None is the base itself."""
 
     def make(family: str, kind: str | None, **options: Any) -> Path:
-        name = "-".join([family, kind or "base", *(f"{key}={value}" for key, value in options.items())])
+        # letters and figures alone: vLLM takes a folder's name for a pattern
+        name = re.sub("\\W+", "-", f"{family}-{kind or 'base'}-{options}")
         folder = exports / name
         if not folder.exists():
-            base = make_base(family, vocab_size=len(byte_tokenizer), max_position_embeddings=2048)
+            # vLLM's own attention, which the base runs on, knows no narrower heads. The embedding of a padding token
+            # would be zero and its first key nothing but bias, so that kvm's likeness to it would be rounding alone
+            sizes = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048, "pad_token_id": None}
+            base = make_base(family, vocab_size=len(byte_tokenizer), **sizes)
             (base if kind is None else awake(base, kind, **options)).save_pretrained(folder)
             byte_tokenizer.save_pretrained(folder)
         return folder

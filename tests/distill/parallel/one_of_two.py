@@ -18,7 +18,7 @@ from distill.trainer import DistillTrainer
 from retrofit.head import gathered
 from tests.conftest import tiny_base
 
-STEPS, STOP, GLOBAL_BATCH = 4, 2, 4
+STEPS, STOP, GLOBAL_BATCH = 4, 2, 4  # where ZeRO-3 does not forbid it, the first stage ends where the run is resumed
 
 
 class Uneven(PackedRows):
@@ -32,6 +32,11 @@ class Uneven(PackedRows):
 def rows() -> Uneven:
     """24 rows of 70 tokens."""
     return Uneven(torch.randint(3, 101, (24 * 70,), generator=torch.Generator().manual_seed(1)), 70)
+
+
+def local_steps(mode: str) -> int:
+    """How many of the steps fit each layer by itself."""
+    return 0 if mode == "zero3" else STOP
 
 
 def trainer_of(folder: Path, batch: int, dtype: torch.dtype = torch.float32, **more: Any) -> DistillTrainer:
@@ -72,11 +77,13 @@ def weights(trainer: DistillTrainer) -> dict[str, Tensor]:
 
 
 def main(folder: Path, mode: str, dtype: str) -> None:
-    config = find_config(None if mode == "ddp" else mode)
+    config = find_config(mode if mode.startswith("zero") else None)
     processes = join(deepspeed=config is not None)
     batch = GLOBAL_BATCH // processes.count
     drawn = []
-    straight = trainer_of(folder / "straight", batch, getattr(torch, dtype), **trainer_settings(config))
+    settings: dict[str, Any] = {"local_steps": local_steps(mode), **trainer_settings(config)}
+    settings |= {"segment": 16} if mode == "segments" else {}
+    straight = trainer_of(folder / "straight", batch, getattr(torch, dtype), **settings)
     set_window = straight.model.set_window
     straight.model.set_window = lambda window, sinks: (drawn.append((window, sinks)), set_window(window, sinks))
     straight.train()
@@ -87,6 +94,8 @@ def main(folder: Path, mode: str, dtype: str) -> None:
         "world": torch.distributed.get_world_size(),
         "partitioned": is_partitioned(straight.model),
         "losses": curve(straight, "loss"),
+        "local_losses": curve(straight, "local_loss"),
+        "layer_errors": curve(straight, "eval_layer_error_1"),
         "eval": curve(straight, "eval_kl"),
         "window_only": curve(straight, "eval_kl_window_only"),
         "dtypes": sorted({str(value.dtype) for value in weights(straight).values()}),
@@ -97,12 +106,13 @@ def main(folder: Path, mode: str, dtype: str) -> None:
     straight.save_model(str(folder / "adapter"))
     trained = weights(straight)
     AcceleratorState._reset_state()  # a second run in this process would find the first one's engine
-    again = trainer_of(folder / "again", batch, getattr(torch, dtype), **trainer_settings(config))
+    again = trainer_of(folder / "again", batch, getattr(torch, dtype), **settings)
     torch.manual_seed(99)  # whatever state the new process is in
     again.train(resume_from_checkpoint=str(folder / "straight" / f"checkpoint-{STOP}"))
     resumed = weights(again)
     facts["resumed_equal"] = all(torch.equal(value, resumed[name]) for name, value in trained.items())
     facts["resumed_losses"] = curve(again, "loss")
+    facts["resumed_local_losses"] = curve(again, "local_loss")
     if processes.main:
         torch.save(trained, folder / "trained.pt")
         (folder / "facts.json").write_text(json.dumps(facts))

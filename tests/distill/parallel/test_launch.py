@@ -13,7 +13,7 @@ import torch
 from distill.parallel.launch import Machines, launch
 from distill.parallel.processes import LAUNCHED
 from patches.errors import RetrofitError
-from tests.helpers import ROOT
+from tests.helpers import ROOT, fresh_process
 
 TWO = Machines(nproc=2)
 
@@ -157,6 +157,45 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         Machines(nproc=2)
     assert not Machines(nproc=1).needed(deepspeed=False)
     assert Machines(nproc=1).needed(deepspeed=True)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "deepspeed"])
+def test_one_process_that_torchrun_started_ends_without_a_word(tmp_path: Path, mode: str) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    code = f"""
+import torch.distributed as dist
+from distill.parallel.processes import join
+processes = join(deepspeed={mode == "deepspeed"})
+with processes.main_first():
+    print(processes.count, processes.main, processes.same("alike"), processes.all_of(1))
+processes.wait()
+processes.leave()
+assert not dist.is_initialized()
+processes.leave()  # some releases of accelerate make no group for a single process on a CPU
+"""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    done = subprocess.run([*torchrun, *script(tmp_path, code)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["1 True alike [1]"]), done.stderr
+    assert "Error" not in done.stderr
+    assert "destroy_process_group" not in done.stderr
+
+
+def test_an_address_where_nobody_can_meet_is_one_sentence(tmp_path: Path) -> None:
+    code = """
+import os, socket
+from distill.parallel.processes import LAUNCHED, join
+from patches.errors import RetrofitError
+taken = socket.create_server(("127.0.0.1", 0))
+os.environ.update(zip(LAUNCHED, ("0", "1", "0", "127.0.0.1", str(taken.getsockname()[1]))))
+try:
+    join(deepspeed=False)
+    join(deepspeed=True)
+except RetrofitError as error:
+    print(error)
+"""
+    said = fresh_process(code, tmp_path, path=ROOT).splitlines()[-1]
+    assert said.startswith("the processes could not meet at 127.0.0.1:")
+    assert said.endswith("give an address that all of them reach, with a port that is free there")
 
 
 def test_under_another_launcher_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

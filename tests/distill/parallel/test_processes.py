@@ -18,7 +18,8 @@ from tests.distill.parallel import one_of_two
 from tests.helpers import ROOT
 
 HERE = Path(__file__).parent
-MODES = {"ddp": ("DistributedDataParallel", 0), "zero2": ("DeepSpeedEngine", 2), "zero3": ("DeepSpeedEngine", 3)}
+DDP = ("DistributedDataParallel", 0)
+MODES = {"ddp": DDP, "segments": DDP, "zero2": ("DeepSpeedEngine", 2), "zero3": ("DeepSpeedEngine", 3)}
 NEEDS = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 TWO = Machines(nproc=2)
 pytestmark = pytest.mark.xdist_group("processes")  # what one fixture finds serves many tests
@@ -35,19 +36,24 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def one(here: Path) -> dict[str, Any]:
-    """The run of :mod:`one_of_two` in this process alone."""
-    trainer = one_of_two.trainer_of(here / "one", one_of_two.GLOBAL_BATCH, use_cpu=True)
+def one(here: Path, two: dict[str, Any]) -> dict[str, Any]:
+    """The run of ``two`` in this process alone."""
+    local = one_of_two.local_steps(two["mode"])
+    trainer = one_of_two.trainer_of(here / "one", one_of_two.GLOBAL_BATCH, use_cpu=True, local_steps=local)
     trainer.train()
     return {
         "losses": one_of_two.curve(trainer, "loss"),
+        "local_losses": one_of_two.curve(trainer, "local_loss"),
+        "layer_errors": one_of_two.curve(trainer, "eval_layer_error_1"),
         "eval": one_of_two.curve(trainer, "eval_kl"),
         "window_only": one_of_two.curve(trainer, "eval_kl_window_only"),
         "weights": one_of_two.weights(trainer),
     }
 
 
-@pytest.fixture(scope="module", params=["ddp", pytest.param("zero2", marks=NEEDS), pytest.param("zero3", marks=NEEDS)])
+@pytest.fixture(
+    scope="module", params=["ddp", "segments", pytest.param("zero2", marks=NEEDS), pytest.param("zero3", marks=NEEDS)]
+)
 def two(request: pytest.FixtureRequest, here: Path) -> dict[str, Any]:
     """What two processes found in each mode."""
     folder = here / request.param
@@ -65,8 +71,10 @@ def test_it_really_ran_in_two_processes_in_that_mode(two: dict[str, Any]) -> Non
 
 
 def test_two_processes_learn_what_one_does(one: dict[str, Any], two: dict[str, Any]) -> None:
-    assert len(one["losses"]) == one_of_two.STEPS
+    local = one_of_two.local_steps(two["mode"])
+    assert (len(one["local_losses"]), len(one["losses"])) == (local, one_of_two.STEPS - local)
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-6)
+    assert two["local_losses"] == pytest.approx(one["local_losses"], abs=1e-6)
     assert min(one["losses"]) > 1e-3
     for name, value in one["weights"].items():
         torch.testing.assert_close(two["weights"][name], value, rtol=0, atol=1e-4, msg=name)
@@ -76,6 +84,8 @@ def test_held_out_rows_count_once(one: dict[str, Any], two: dict[str, Any]) -> N
     # five rows for two processes, and the window-only model on modules that may be partitioned
     assert two["eval"] == pytest.approx(one["eval"], abs=1e-6)
     assert two["window_only"] == pytest.approx(one["window_only"], abs=1e-6)
+    assert two["layer_errors"] == pytest.approx(one["layer_errors"], abs=1e-6)
+    assert bool(two["layer_errors"]) == (two["mode"] != "zero3")
 
 
 def test_windows_are_equal_on_all_processes(two: dict[str, Any]) -> None:
@@ -87,6 +97,7 @@ def test_windows_are_equal_on_all_processes(two: dict[str, Any]) -> None:
 def test_resuming_gives_the_same_weights(two: dict[str, Any]) -> None:
     assert two["resumed_equal"]
     assert two["resumed_losses"] == two["losses"]
+    assert two["resumed_local_losses"] == two["local_losses"]
 
 
 def test_the_adapter_is_whole(two: dict[str, Any]) -> None:
@@ -106,7 +117,7 @@ def test_checkpoints_hold_the_memory_and_not_the_base(two: dict[str, Any]) -> No
 
 def test_a_damaged_checkpoint_of_two_processes_is_seen(two: dict[str, Any], tmp_path: Path) -> None:
     last = checkpoints(two["folder"] / "straight")[-1]
-    deepspeed = two["mode"] != "ddp"
+    deepspeed = two["mode"].startswith("zero")
     assert damage(last) == ""
     needed = [*last.glob("rng_state_*.pth"), *(last.rglob("*_optim_states.pt") if deepspeed else [])]
     needed += [last / ("latest" if deepspeed else "optimizer.pt")]

@@ -108,6 +108,11 @@ def test_what_a_launcher_asks_for_and_the_recipe_does_not(
             dict(zip(LAUNCHED, ("2", "2", "0", "localhost", "29500"), strict=True)),
             "with WORLD_SIZE 2 it must be below 2",
         ),
+        (
+            dict(zip(LAUNCHED, ("0", "1", "0", "localhost", "99999999"), strict=True)),
+            "MASTER_PORT is 99999999 in the environment: a port is a number from 1 to 65535",
+        ),
+        (dict(zip(LAUNCHED, ("0", "1", "0", "localhost", "9" * 5000), strict=True)), "MASTER_PORT is '9999"),
     ],
 )
 def test_half_of_what_a_launcher_sets_is_one_sentence(

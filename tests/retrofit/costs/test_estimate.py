@@ -17,6 +17,7 @@ from retrofit.costs.bases import base_config, built_in
 from retrofit.costs.estimate import Device, cache_parts, estimate, layer_memories
 from retrofit.costs.flops import Shape, forward_flops
 from retrofit.costs.paper import paper_rows
+from tests.conftest import FAMILIES
 from tests.helpers import S, W, awake, feed, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
@@ -102,6 +103,17 @@ def test_layers_without_the_memory_are_counted_as_what_they_are(make_base: MakeB
         assert rows[-1]["cache_bytes"] == retrofit.cache_bytes(cache)
 
 
+def test_layers_that_slide_keep_their_own_window(make_base: MakeBase, tmp_path: Path) -> None:
+    base = make_base("Ministral")  # 12 tokens in its first layer
+    base.save_pretrained(tmp_path)
+    rows, _ = estimate(str(tmp_path), "none", W, S, 50)
+    _, cache = feed(base, tokens(1, 50), [49, 1])
+    assert rows[0]["cache_bytes"] == retrofit.cache_bytes(cache)
+    shape = Shape.of(base.config)
+    pairs = 12 * 13 // 2 + (50 - 12) * 12 + 50 * 51 // 2
+    assert rows[0]["prefill_flops"] == 2 * shape.body * 50 + 4 * pairs * 64 + 2 * shape.head
+
+
 def test_pairs_by_the_definition() -> None:
     for sinks, window, length in ((0, 5, 30), (3, 4, 30), (3, 4, 5)):
         memory = layer_memories(built_in("Qwen2.5-3B"), MemoryConfig("ahn-gdn", window, sinks))[0]
@@ -124,7 +136,7 @@ def test_rows_are_seen_too(kind: str, options: dict[str, Any], seen: list[int]) 
     assert memory.seen_keys(10).tolist() == seen
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Mistral"])
+@pytest.mark.parametrize("family", [*FAMILIES, "Mixtral", "Qwen3Moe", "SmolLM3"])
 def test_operations_of_the_base_are_what_torch_counts(family: str, make_base: MakeBase) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -17,7 +17,7 @@ from retrofit.report.page import page, report
 from tests.retrofit.report.runs import NASTY, training, write_run
 
 ALL = {
-    *("loss", "gap-closed", "learning-rate", "kl-by-position", "text-kl-by-position", "text-nll-by-position"),
+    *("loss", "gap-closed", "learning-rate", "layers", "kl-by-position", "text-kl-by-position", "text-nll-by-position"),
     *("recall", "needles-passkey", "prefill", "cache"),
 }
 
@@ -112,7 +112,7 @@ def test_names_that_are_hard_to_draw(run: Path) -> None:
     ("absent", "gone", "said"),
     [
         ("metrics.json", set(), "metrics.json is missing: the run has not finished"),
-        ("log.jsonl", {"loss", "gap-closed", "learning-rate", "kl-by-position"}, "log.jsonl is missing"),
+        ("log.jsonl", {"loss", "gap-closed", "learning-rate", "layers", "kl-by-position"}, "log.jsonl is missing"),
         ("recipe.yaml", set(), "recipe.yaml is missing"),
         ("eval/eval.json", {name for name in ALL if name.startswith(("text", "recall", "needles"))}, "No evaluation"),
         ("bench.json", {"prefill", "cache"}, "No costs"),

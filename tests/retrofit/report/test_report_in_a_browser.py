@@ -120,7 +120,7 @@ def test_the_page_in_a_browser(browser: Browser, page: Path, width: int, scheme:
         "[...document.querySelectorAll('figure svg')].map(e => [e.getBoundingClientRect().width,"
         " e.querySelectorAll('path').length, e.getAttribute('aria-label').length])"
     )
-    assert len(figures) == 10
+    assert len(figures) == 11
     for wide, paths, alt in figures:
         assert min(width, 430) * 0.8 < wide <= width
         assert paths > 10

@@ -1,0 +1,46 @@
+"""Qwen3Moe with a memory: configuration, attention, model, causal LM."""
+
+from typing import Any
+
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
+
+from .attention import NormalisedHeads
+from .causal_lm import MemoryCausalLM
+from .modeling import MemoryModel
+
+
+class RetrofitQwen3MoeConfig(Qwen3MoeConfig):
+    """``Qwen3MoeConfig`` and one field: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
+
+    model_type = "retrofit_qwen3_moe"
+    memory: dict[str, Any] | None = None
+
+
+class RetrofitQwen3MoeAttention(NormalisedHeads, Qwen3MoeAttention):
+    """``Qwen3MoeAttention`` with a memory."""
+
+
+class RetrofitQwen3MoeModel(MemoryModel, Qwen3MoeModel):
+    """``Qwen3MoeModel`` whose layers forget into a memory."""
+
+    config_class = RetrofitQwen3MoeConfig
+    attention_class = RetrofitQwen3MoeAttention
+
+
+class RetrofitQwen3MoeForCausalLM(MemoryCausalLM, Qwen3MoeForCausalLM):
+    """``Qwen3MoeForCausalLM`` whose layers forget into a memory."""
+
+    config_class = RetrofitQwen3MoeConfig
+    model_class = RetrofitQwen3MoeModel
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        # for the loss that balances the experts, where it is asked for
+        self.router_aux_loss_coef = config.router_aux_loss_coef
+        self.num_experts, self.num_experts_per_tok = config.num_experts, config.num_experts_per_tok
+
+
+RetrofitQwen3MoeConfig.register_for_auto_class()
+RetrofitQwen3MoeModel.register_for_auto_class("AutoModel")
+RetrofitQwen3MoeForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -5,6 +5,7 @@ import re
 import runpy
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +298,7 @@ def page_of(kind: str) -> str:
 def test_a_memorys_page_says_it_all(kind: str) -> None:
     text = text_of(page_of(kind))
     assert f"`{kind}`" in text.splitlines()[0]
-    for option in KINDS[kind].Options.__dataclass_fields__:
+    for option in (field.name for field in fields(KINDS[kind].Options)):
         assert f"`{option}`" in text or f"`{option}=" in text or f"{option}=" in text, f"{kind}: {option} is not named"
     assert re.search(r"^    \S.*\n    \S", text, re.MULTILINE), "no equation"
     assert "arxiv.org/abs/" in text or text.split("\n\n")[1].startswith("Ours."), "no paper"

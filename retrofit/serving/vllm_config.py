@@ -58,6 +58,8 @@ def refuse(vllm_config: Any) -> None:
         "LoRA adapters were never tried beside a memory: merge yours into the base first and leave out --enable-lora": (
             vllm_config.lora_config is not None
         ),
+        "a quantised base was never tried beside a memory in vLLM: use --engine transformers, or a base that is not "
+        "quantised": vllm_config.model_config.quantization is not None,
         "a memory's page cannot be handed to another engine: leave out --kv-transfer-config": (
             vllm_config.kv_transfer_config is not None
         ),

@@ -13,7 +13,18 @@ _NEW = "activation_checkpointing" in {argument.name for argument in fields(Train
 CHECKPOINTING = "activation_checkpointing" if _NEW else "gradient_checkpointing"
 
 
-OURS = ("loss", "mse_weight", "window_sampling", "label_shift", "temperature", "local_steps", "local_lr")
+OURS = (
+    "loss",
+    "mse_weight",
+    "window_sampling",
+    "label_shift",
+    "temperature",
+    "local_steps",
+    "local_lr",
+    "segment",
+    "segments_back",
+    "offload_teacher",
+)
 
 
 def as_in_recipes(name: str) -> Any:
@@ -47,6 +58,9 @@ class DistillArguments(TrainingArguments):
     window_sampling: str = as_in_recipes("window_sampling")
     label_shift: str = as_in_recipes("label_shift")
     temperature: float = as_in_recipes("temperature")
+    segment: int | None = as_in_recipes("segment")
+    segments_back: int | None = as_in_recipes("segments_back")
+    offload_teacher: bool = as_in_recipes("offload_teacher")
     local_steps: int = as_in_recipes("local_steps")
     local_lr: float | None = as_in_recipes("local_lr")
 

@@ -97,7 +97,7 @@ def plan(recipe: Recipe) -> Plan:
     settings = _settings(recipe, recipe.window, recipe.sinks)
     check_base(config, settings)
     model = skeleton(config, settings)
-    Objective(recipe.loss, recipe.mse_weight).check(model)
+    Objective.of(recipe).check(model)
     if recipe.window_sampling == "ahn":
         check_draws(model)
     memory = sum(parameter.numel() for _, parameter in model.memory_parameters())
@@ -114,14 +114,20 @@ def plan(recipe: Recipe) -> Plan:
     rows = recipe.batch_size * recipe.gradient_accumulation_steps
     widest = min(windows, key=sum)  # the smallest window leaves most to the memory
     activations = step_bytes(
-        config, _settings(recipe, *widest), recipe.batch_size, recipe.seq_len, dtype, recipe.gradient_checkpointing
+        config,
+        _settings(recipe, *widest),
+        recipe.batch_size,
+        recipe.seq_len,
+        dtype,
+        recipe.gradient_checkpointing,
+        Objective.of(recipe),
     )
     shape = Shape.of(config)
     plain, recomputed, local = (int(flops * rows) for flops in (plain, recomputed, local))
     return Plan(
         base_parameters=parameters,
         trained=trained,
-        step_flops=recomputed if recipe.gradient_checkpointing else plain,
+        step_flops=recomputed if recipe.gradient_checkpointing or recipe.segment else plain,
         local_flops=local,
         step_flops_plain=plain,
         step_flops_checkpointed=recomputed,
@@ -166,7 +172,7 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
     drawn = ", ".join(f"{total} tokens in {count} steps" for total, count in sorted(totals.items()))
     flops = f"{plan.step_flops_plain / 1e12:,.3g}, {plan.step_flops_checkpointed / 1e12:,.3g} with checkpointing"
     took = hours(plan, recipe, peak_tflops, utilisation)
-    chosen = "on" if recipe.gradient_checkpointing else "off"
+    chosen = "by segments" if recipe.segment else "on" if recipe.gradient_checkpointing else "off"
     local = (
         f"; {plan.local_flops / 1e12:,.3g} in each of {recipe.local_steps} local steps" if recipe.local_steps else ""
     )

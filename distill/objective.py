@@ -5,16 +5,19 @@ The MSE loss compares each layer's attention output before the output projection
 layer with a memory is to give what full attention gives.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from distill.lora import lora_off
 from distill.loss import chunked_ce, chunked_kl, scored_positions
+from distill.segments import Read, Reader, in_segments, pieces
 from patches.errors import RetrofitError
 from retrofit.evaluation.scores import evaluating, hidden_states
 from retrofit.head import gathered
@@ -22,14 +25,34 @@ from retrofit.head import gathered
 Batch = dict[str, Tensor]
 
 
+class Taught(NamedTuple):
+    """What the teacher shows of some tokens, as far as a loss looks: hidden states (B, n, E), the heads' outputs."""
+
+    states: Tensor | None
+    outputs: list[Tensor]
+
+    def to(self, device: torch.device | str) -> "Taught":
+        """The same on ``device``."""
+        states = None if self.states is None else self.states.to(device)
+        return Taught(states, [output.to(device) for output in self.outputs])
+
+
 @dataclass(frozen=True)
 class Objective:
-    """One loss, as :class:`distill.arguments.DistillArguments` describes its settings."""
+    """One loss; the attributes are keys of a recipe (:class:`distill.recipe.Recipe`)."""
 
     loss: str = "kl"
     mse_weight: float = 0.0
     temperature: float = 1.0
     label_shift: str = "next"
+    segment: int | None = None
+    segments_back: int | None = None
+    offload_teacher: bool = False
+
+    @classmethod
+    def of(cls, settings: Any) -> "Objective":
+        """The one that a recipe or the trainer's arguments describe."""
+        return cls(**{attribute.name: getattr(settings, attribute.name) for attribute in fields(cls)})
 
     @property
     def mse(self) -> float:
@@ -64,21 +87,60 @@ class Objective:
             batch: ``input_ids``, ``labels`` and, for padded rows, ``attention_mask``.
         """
         tokens = tokens_of(batch)
-        with attention_outputs(model, self.mse > 0) as of_teacher:
-            teacher = None if self.loss == "ce" and not self.mse else teacher_states(model, tokens)
-        with attention_outputs(model, self.mse > 0) as of_student:
-            states = hidden_states(student, tokens, model.get_decoder())[scored]  # (P, E)
+        targets = batch["labels"].roll(-1, 1)  # what each position predicts
+        if self.segment is not None and self.segment < scored.shape[1]:
+            return self._in_segments(student, model, tokens, targets, scored)
+        taught = self._teach(model, lambda: hidden_states(model, tokens))
+        read = lambda: hidden_states(student, tokens, model.get_decoder())  # noqa: E731
+        return self._learn(model, read, taught, targets, scored)
+
+    def _in_segments(self, student: Any, model: Any, tokens: Batch, targets: Tensor, scored: Tensor) -> Tensor:
+        """:meth:`losses`, with the activations of one segment at a time."""
+        losses: list[Tensor] = []  # (B, n) of each segment
+
+        def read_all(read: Read) -> Tensor:
+            offloads = self.offload_teacher and scored.is_cuda  # elsewhere it is in main memory anyway
+            teacher = Reader(read, tokens, DynamicCache(config=model.config, offloading=offloads))
+            own = Reader(read, tokens, DynamicCache(config=model.config))
+            for number, piece in enumerate(pieces(scored.shape[1], self.segment or 1)):
+                taught = self._teach(model, partial(teacher.states, piece)).to("cpu")
+                if self.segments_back and number % self.segments_back == 0:
+                    own.cut()
+
+                def learn(read: Callable[[], Tensor], taught: Taught = taught, piece: slice = piece) -> Tensor:
+                    where = scored[:, piece]
+                    found = self._learn(model, read, taught.to(where.device), targets[:, piece], where)
+                    return found.new_zeros(where.shape).masked_scatter(where, found)
+
+                losses.append(own.twice(piece, learn))
+            return losses[-1].new_zeros(len(scored), 1, model.config.hidden_size)
+
+        with in_segments(model.get_decoder(), read_all):
+            student(**tokens, use_cache=False, logits_to_keep=1)
+        return torch.cat(losses, 1)[scored]
+
+    def _teach(self, model: Any, read: Callable[[], Tensor]) -> Taught:
+        """What the base shows of the tokens that ``read`` reads."""
+        if self.loss == "ce" and not self.mse:
+            return Taught(None, [])
+        with attention_outputs(model, self.mse > 0) as outputs, teaching(model):
+            return Taught(read(), outputs)
+
+    def _learn(self, model: Any, read: Callable[[], Tensor], taught: Taught, targets: Tensor, scored: Tensor) -> Tensor:
+        """(P,) the student's losses at ``scored`` (B, n); ``read`` gives its hidden states (B, n, E)."""
+        with attention_outputs(model, self.mse > 0) as outputs:
+            states = read()[scored]  # (P, E)
         head = model.get_output_embeddings()
         with gathered(head.parameters()):
             if self.loss == "ce":
-                targets = batch["labels"].roll(-1, 1)[scored]  # what each position predicts
-                losses = chunked_ce(states, targets, head.weight, head.bias, temperature=self.temperature)
+                losses = chunked_ce(states, targets[scored], head.weight, head.bias, temperature=self.temperature)
             elif self.loss == "kl":
-                assert teacher is not None
-                losses = chunked_kl(states, teacher[scored], head.weight, head.bias, temperature=self.temperature)
+                assert taught.states is not None
+                teacher = taught.states[scored]
+                losses = chunked_kl(states, teacher, head.weight, head.bias, temperature=self.temperature)
             else:
                 losses = states.new_zeros(())
-        return losses + self.mse * squared_errors(of_student, of_teacher, scored) if self.mse else losses
+        return losses + self.mse * squared_errors(outputs, taught.outputs, scored) if self.mse else losses
 
 
 def tokens_of(batch: Batch) -> Batch:
@@ -97,10 +159,16 @@ def padded_right(mask: Tensor) -> bool:
     return bool((mask[:, 1:] <= mask[:, :-1]).all())
 
 
-@torch.no_grad()
+@contextmanager
+def teaching(model: Any) -> Iterator[None]:
+    """Inside the block the unwrapped model is the base with full attention, without gradients: nothing to reduce."""
+    with torch.no_grad(), evaluating(model), model.memory_off(), lora_off(model):
+        yield
+
+
 def teacher_states(model: Any, tokens: Batch) -> Tensor:
-    """(B, T, E) hidden states of the base with full attention, through the unwrapped module: nothing to reduce."""
-    with evaluating(model), model.memory_off(), lora_off(model):
+    """(B, T, E) hidden states of the base with full attention."""
+    with teaching(model):
         return hidden_states(model, tokens)
 
 
@@ -138,14 +206,12 @@ def squared_errors(student: list[Tensor], teacher: list[Tensor], scored: Tensor)
     Raises:
         RetrofitError: the student's outputs carry no gradient though one is wanted: checkpointing is reentrant.
     """
-    if torch.is_grad_enabled() and not all(output.requires_grad for output in student):
+    pairs = [(ours[scored], theirs[scored]) for ours, theirs in zip(student, teacher, strict=True)]
+    cut = not all(output.requires_grad for output in student)
+    if torch.is_grad_enabled() and cut and len(pairs[0][0]):  # a segment within S + W has none, and nothing scored
         raise RetrofitError(
             "loss 'mse' needs gradients through the attention's outputs, which reentrant checkpointing cuts off: "
             "set use_reentrant to false"
         )
     wide = torch.promote_types(student[0].dtype, torch.float32)
-    errors = [
-        (ours[scored].to(wide) - theirs[scored].to(wide)).square().mean(-1)
-        for ours, theirs in zip(student, teacher, strict=True)
-    ]
-    return torch.stack(errors).mean(0)
+    return torch.stack([(ours.to(wide) - theirs.to(wide)).square().mean(-1) for ours, theirs in pairs]).mean(0)

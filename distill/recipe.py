@@ -116,6 +116,22 @@ class Recipe:
     gradient_checkpointing: bool = setting(
         False, "Compute activations again in the backward pass instead of keeping them."
     )
+    segment: int | None = setting(
+        None,
+        "Tokens of a row that are computed at a time, so that activations do not grow with seq_len; the gradient stays "
+        "that of the whole row.",
+        least=2,
+        argument="segment",
+    )
+    segments_back: int | None = setting(
+        None,
+        "Cut the gradient before every so many segments, which is an approximation; by default it is never cut.",
+        least=1,
+        argument="segments_back",
+    )
+    offload_teacher: bool = setting(
+        False, "With segment: keep the teacher's cache in main memory.", argument="offload_teacher"
+    )
     deepspeed: str | None = setting(
         None, "DeepSpeed's ZeRO instead of plain data parallelism: zero2, zero3 or a DeepSpeed JSON file."
     )
@@ -137,6 +153,12 @@ class Recipe:
             raise RetrofitError(
                 f"min_length: {self.min_length} would leave out every conversation, because seq_len cuts them to "
                 f"{self.seq_len} tokens"
+            )
+        if self.segment is None and (self.segments_back or self.offload_teacher):
+            raise RetrofitError("segments_back and offload_teacher go with segment: set segment, or leave them out")
+        if self.segment is not None and self.gradient_checkpointing:
+            raise RetrofitError(
+                "segment: the backward pass computes each segment again anyway: set gradient_checkpointing to false"
             )
         if self.local_steps > self.steps:
             raise RetrofitError(

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distill.loss import chunked_kl
+from distill.objective import Objective
 from patches.config import MemoryConfig
 from retrofit.patching import skeleton
 
@@ -48,8 +48,32 @@ class Tracker(TorchDispatchMode):
         self.live -= size
 
 
+class Chosen(TorchDispatchMode):
+    """Lets ``x[mask]`` run without data, where ``mask`` is, or is a part of, the (rows, tokens) mask of those past
+    ``start``: how many it takes is then known from where it lies."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.start = start
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mask = args[1][0] if func is torch.ops.aten.index.Tensor else None
+        if mask is not None and mask.dtype == torch.bool:
+            x = args[0]
+            rows, tokens = mask.shape
+            first = mask.storage_offset()
+            return x.new_empty(rows * min(tokens, max(0, first + tokens - self.start)), *x.shape[2:])
+        return func(*args, **(kwargs or {}))
+
+
 def step_bytes(
-    config: Any, settings: MemoryConfig, rows: int, tokens: int, dtype: torch.dtype, checkpointing: bool
+    config: Any,
+    settings: MemoryConfig,
+    rows: int,
+    tokens: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    objective: Objective | None = None,
 ) -> int:
     """Bytes of activations at the peak of one micro-batch: weights, optimizer and kept gradients not counted.
 
@@ -59,13 +83,27 @@ def step_bytes(
         rows, tokens: of the micro-batch.
         dtype: of the base.
         checkpointing: whether each layer of the student is recomputed in the backward pass.
+        objective: the loss; the KL over whole rows by default.
     """
-    two = _run(config, settings, rows, tokens, dtype, checkpointing, layers=2)
+    objective = objective or Objective()
+
+    def peak(layers: int, tokens: int = tokens) -> int:
+        return _run(config, settings, rows, tokens, dtype, checkpointing, objective, layers)
+
+    more_layers = config.num_hidden_layers - 2
+    if objective.segment is not None:
+        # a few segments past the window each adds as much as the one before: the teacher's cache, what is carried, and,
+        # once for all layers, the teacher's hidden states
+        few = objective.segment * (2 - -(settings.window + settings.sinks) // objective.segment)
+        if tokens > few + objective.segment:
+            two, states = peak(2, few), rows * objective.segment * config.hidden_size * dtype.itemsize
+            grown = peak(2, few + objective.segment) - two - states
+            more = (tokens - few) * (grown * config.num_hidden_layers // 2 + states) // objective.segment
+            return two + more_layers * (peak(3, few) - two) + more
+    two = peak(2)
     if checkpointing:
-        more = rows * tokens * config.hidden_size * dtype.itemsize  # a layer's input is all that is kept
-    else:
-        more = _run(config, settings, rows, tokens, dtype, checkpointing, layers=3) - two
-    return two + (config.num_hidden_layers - 2) * more
+        return two + more_layers * rows * tokens * config.hidden_size * dtype.itemsize  # only a layer's input is kept
+    return two + more_layers * (peak(3) - two)
 
 
 def checkpoint_layers(model: Any) -> None:
@@ -76,7 +114,14 @@ def checkpoint_layers(model: Any) -> None:
 
 
 def _run(
-    config: Any, settings: MemoryConfig, rows: int, tokens: int, dtype: torch.dtype, checkpointing: bool, layers: int
+    config: Any,
+    settings: MemoryConfig,
+    rows: int,
+    tokens: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    objective: Objective,
+    layers: int,
 ) -> int:
     """The peak with so many layers."""
     alike = {"num_hidden_layers": layers, "layer_types": None, "sliding_window": None}
@@ -89,12 +134,9 @@ def _run(
             checkpoint_layers(model)
         ids = torch.zeros(rows, tokens, dtype=torch.long)
         start = settings.window + settings.sinks
-        head = model.get_output_embeddings().weight
-        with Tracker() as tracker:
-            with torch.no_grad(), model.memory_off():
-                teacher = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
-            student = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
-            chunked_kl(student, teacher, head).sum().backward()
+        scored = (torch.arange(tokens) >= start).expand(rows, -1)
+        with Tracker() as tracker, Chosen(start):
+            objective.losses(model, model, {"input_ids": ids, "labels": ids}, scored).sum().backward()
         return tracker.peak
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class DistillTrainer(Trainer):
         if not any(parameter.requires_grad for _, parameter in model.memory_parameters()):
             kind = model.config.memory["kind"]
             raise RetrofitError(f"memory {kind!r} has no parameters to train: use the patched model as it is")
-        self.objective = Objective(args.loss, args.mse_weight, args.temperature, args.label_shift)
+        self.objective = Objective.of(args)
         self.objective.check(model)
         if args.window_sampling == "ahn":
             check_draws(model)
@@ -84,6 +85,11 @@ class DistillTrainer(Trainer):
         engine = getattr(args, "hf_deepspeed_config", None)
         if engine is not None and engine.is_zero3() and lora_layers(model):
             raise RetrofitError("LoRA does not work with ZeRO-3, which would save it empty: use zero2")
+        if engine is not None and engine.is_zero3() and args.segment is not None:
+            raise RetrofitError(
+                "segment does not work with ZeRO-3, whose processes gather weights in step though their rows may have "
+                "different numbers of segments: use zero2, or leave segment out"
+            )
         if engine is not None and engine.is_zero3() and args.local_steps:
             raise RetrofitError("local steps do not work with ZeRO-3, which has no layer's weights whole: use zero2")
         if engine is not None and engine.is_zero3() and not is_partitioned(model):
@@ -243,7 +249,7 @@ class DistillTrainer(Trainer):
     def _kl_by_distance(self, model: Any, data: Dataset | None) -> dict[str, float]:
         """Mean KL to the teacher over ``data`` on all ranks, nats: of all scored positions under the key ``""``, and of
         those from W 2^i to W 2^(i + 1) past the window, the first also nearer, under ``"_beyond_{first}"``."""
-        objective = Objective(label_shift=self.args.label_shift)
+        objective = replace(self.objective, loss="kl", mse_weight=0.0, temperature=1.0)
         window, sinks = self.window
         sums = torch.zeros(2, DISTANCES, dtype=torch.float64, device=self.args.device)
         with torch.no_grad(), evaluating(model):

@@ -42,3 +42,26 @@ class Step(Models):
             raise RetrofitError(
                 f"device={self.device!r}: the trainer takes the first GPU; choose it by CUDA_VISIBLE_DEVICES"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments(Models):
+    """Measure a training step that reads its row a segment at a time.
+
+    Its peak memory, measured in a process of its own, stands beside what a dry run predicts.
+    """
+
+    memory: str = setting("ahn-gdn", "Kind of memory.")
+    window: int = setting(512, "W: how many of the last tokens are kept exactly.", least=1)
+    segment: int = setting(1024, "Tokens of a segment.", least=2)
+    length: int = setting(4096, "T: tokens of the one row.", least=1)
+    longest: int | None = setting(None, "Double the length up to this one (default: measure one length).", least=1)
+    whole: bool = setting(False, "Measure whole rows, too.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length <= max(self.window + self.sinks + 1, self.segment):
+            raise RetrofitError(
+                f"rows of {self.length} tokens: they must be longer than a segment of {self.segment} tokens, and than "
+                f"{self.window + self.sinks + 1}, to leave the window"
+            )

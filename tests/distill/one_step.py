@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import retrofit
-from distill.loss import chunked_kl
+from distill.objective import Objective
 from distill.simulate import checkpoint_layers
 
 CONFIG: dict[str, Any] = {
@@ -34,11 +34,8 @@ def resident() -> int:
 
 def step(model: Any, tokens: int) -> None:
     ids = torch.zeros(1, tokens, dtype=torch.long)
-    start = sum(SETTINGS.values())
-    with torch.no_grad(), model.memory_off():
-        teacher = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
-    student = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, start:].flatten(0, 1)
-    chunked_kl(student, teacher, model.get_output_embeddings().weight).sum().backward()
+    scored = torch.arange(tokens)[None] >= sum(SETTINGS.values())
+    Objective().losses(model, model, {"input_ids": ids, "labels": ids}, scored).sum().backward()
 
 
 def main(kind: str, checkpointing: bool, tokens: int) -> None:

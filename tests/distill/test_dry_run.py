@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 import retrofit
@@ -19,8 +19,9 @@ from cli import app
 from distill import dry_run
 from distill.dry_run import hours, plan, table
 from distill.lora import add_lora
+from distill.objective import Objective
 from distill.recipe import Recipe
-from distill.simulate import step_bytes
+from distill.simulate import Tracker, step_bytes
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError
 from tests.distill.one_step import CONFIG, SETTINGS
@@ -123,6 +124,23 @@ def one_step(kind: str, checkpointing: bool, length: int) -> int:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split()[-1])
+
+
+def test_long_rows_are_predicted_from_a_few_segments() -> None:
+    """Four layers and twenty segments are predicted from two and three layers, and what is allocated is just that."""
+    config = Qwen2Config(**{**CONFIG, "hidden_size": 64, "num_hidden_layers": 4})
+    settings, tokens, objective = MemoryConfig("ahn-gdn", 28, 4), 640, Objective(segment=32)
+    predicted = step_bytes(config, settings, 1, tokens, torch.float32, False, objective)
+    model = retrofit.patch(Qwen2ForCausalLM(config), "ahn-gdn", 28, 4).train()
+    for _, parameter in model.memory_parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    with Tracker() as tracker:
+        objective.losses(
+            model, model, {"input_ids": ids, "labels": ids}, torch.arange(tokens)[None] >= 32
+        ).sum().backward()
+    assert predicted == pytest.approx(tracker.peak, rel=0.1)
+    assert step_bytes(config, settings, 1, tokens, torch.float32, False) > 2 * predicted
 
 
 def test_checkpointing_keeps_one_row_of_states_per_layer() -> None:

@@ -28,6 +28,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("kvm", {"rows": 5, "chunk": 2, "positions": "edge"}),
     ("expected", {"rows": 5}),
     ("expected", {"rows": 5, "bits": 4}),
+    ("joint-rows", {"rows": 5, "bits": 8}),
     ("compressive", {"rows": 3, "ratio": 3}),
     ("compressive", {"rows": 3, "ratio": 1, "pool": "max"}),
 ]

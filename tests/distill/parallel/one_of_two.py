@@ -77,11 +77,12 @@ def weights(trainer: DistillTrainer) -> dict[str, Tensor]:
 
 
 def main(folder: Path, mode: str, dtype: str) -> None:
-    config = find_config(None if mode == "ddp" else mode)
+    config = find_config(mode if mode.startswith("zero") else None)
     processes = join(deepspeed=config is not None)
     batch = GLOBAL_BATCH // processes.count
     drawn = []
     settings: dict[str, Any] = {"local_steps": local_steps(mode), **trainer_settings(config)}
+    settings |= {"segment": 16} if mode == "segments" else {}
     straight = trainer_of(folder / "straight", batch, getattr(torch, dtype), **settings)
     set_window = straight.model.set_window
     straight.model.set_window = lambda window, sinks: (drawn.append((window, sinks)), set_window(window, sinks))

@@ -18,7 +18,8 @@ from tests.distill.parallel import one_of_two
 from tests.helpers import ROOT
 
 HERE = Path(__file__).parent
-MODES = {"ddp": ("DistributedDataParallel", 0), "zero2": ("DeepSpeedEngine", 2), "zero3": ("DeepSpeedEngine", 3)}
+DDP = ("DistributedDataParallel", 0)
+MODES = {"ddp": DDP, "segments": DDP, "zero2": ("DeepSpeedEngine", 2), "zero3": ("DeepSpeedEngine", 3)}
 NEEDS = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 TWO = Machines(nproc=2)
 pytestmark = pytest.mark.xdist_group("processes")  # what one fixture finds serves many tests
@@ -50,7 +51,9 @@ def one(here: Path, two: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=["ddp", pytest.param("zero2", marks=NEEDS), pytest.param("zero3", marks=NEEDS)])
+@pytest.fixture(
+    scope="module", params=["ddp", "segments", pytest.param("zero2", marks=NEEDS), pytest.param("zero3", marks=NEEDS)]
+)
 def two(request: pytest.FixtureRequest, here: Path) -> dict[str, Any]:
     """What two processes found in each mode."""
     folder = here / request.param
@@ -114,7 +117,7 @@ def test_checkpoints_hold_the_memory_and_not_the_base(two: dict[str, Any]) -> No
 
 def test_a_damaged_checkpoint_of_two_processes_is_seen(two: dict[str, Any], tmp_path: Path) -> None:
     last = checkpoints(two["folder"] / "straight")[-1]
-    deepspeed = two["mode"] != "ddp"
+    deepspeed = two["mode"].startswith("zero")
     assert damage(last) == ""
     needed = [*last.glob("rng_state_*.pth"), *(last.rglob("*_optim_states.pt") if deepspeed else [])]
     needed += [last / ("latest" if deepspeed else "optimizer.pt")]

@@ -1,0 +1,117 @@
+"""Rows in segments: the losses and gradients of whole rows, for every kind; what a cut changes; what stays bounded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distill.objective import Objective
+from distill.recipe import Recipe
+from distill.simulate import Tracker
+from patches.errors import RetrofitError
+from tests.helpers import TRAINABLE, S, W, awake
+
+FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")
+LENGTH = 41
+
+
+@pytest.fixture
+def make(make_base: Callable[..., PreTrainedModel]) -> Callable[..., Any]:
+    """A tiny model in float64 with an opened memory of some kind."""
+
+    def made(kind: str, **how: Any) -> Any:
+        base = make_base(FAMILIES[TRAINABLE.index(kind) % len(FAMILIES)]).double()
+        return awake(base, kind, **how).train()
+
+    return made
+
+
+def batch(rows: int = 2, left: int = 0) -> dict[str, Tensor]:
+    ids = torch.randint(3, 101, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+    found = {"input_ids": ids, "labels": ids.clone()}
+    if left:
+        mask = torch.ones_like(ids)
+        mask[0, :left] = 0
+        found["labels"][0, :left] = -100
+        found["attention_mask"] = mask
+    return found
+
+
+def scored(model: Any, objective: Objective, rows: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Losses, and the gradients of a weighted sum of them."""
+    where = objective.scored(rows["labels"], S + W)
+    model.zero_grad()
+    losses = objective.losses(model, model, rows, where)
+    (losses * torch.linspace(1, 2, len(losses), dtype=losses.dtype)).sum().backward()
+    return losses.detach(), [p.grad.clone() for _, p in model.memory_parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+@pytest.mark.parametrize("size", [4, 7, 20])  # 4 x 10 + 1: the last token joins those before it
+def test_segments_give_the_losses_and_gradients_of_whole_rows(make: Any, kind: str, size: int) -> None:
+    model, rows = make(kind), batch(left=3 if size == 7 else 0)
+    losses, gradients = scored(model, Objective(), rows)
+    in_pieces, in_pieces_gradients = scored(model, Objective(segment=size), rows)
+    torch.testing.assert_close(in_pieces, losses, rtol=1e-9, atol=1e-12)
+    assert len(gradients) == len(in_pieces_gradients) > 0
+    for ours, whole in zip(in_pieces_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{"loss": "ce"}, {"loss": "mse"}, {"mse_weight": 0.5, "offload_teacher": True}])
+def test_every_loss_can_be_taken_in_segments(make: Any, settings: dict[str, Any]) -> None:
+    model, rows = make("ahn-gdn"), batch()
+    losses, gradients = scored(model, Objective(**{**settings, "offload_teacher": False}), rows)
+    in_pieces, in_pieces_gradients = scored(model, Objective(**settings, segment=6), rows)
+    torch.testing.assert_close(in_pieces, losses, rtol=1e-9, atol=1e-12)
+    for ours, whole in zip(in_pieces_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_layers_with_full_attention_carry_their_cache(make: Any) -> None:
+    model, rows = make("joint", layers=[1]), batch()
+    _, gradients = scored(model, Objective(), rows)
+    _, in_pieces = scored(model, Objective(segment=5), rows)
+    for ours, whole in zip(in_pieces, gradients, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_a_cut_changes_gradients_and_not_losses(make: Any) -> None:
+    model, rows = make("joint"), batch()
+    losses, whole = scored(model, Objective(segment=6), rows)
+    cut_losses, cut = scored(model, Objective(segment=6, segments_back=1), rows)
+    _, never = scored(model, Objective(segment=6, segments_back=100), rows)
+    torch.testing.assert_close(cut_losses, losses)
+    assert any(not torch.allclose(a, b) for a, b in zip(cut, whole, strict=True))
+    for a, b in zip(never, whole, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_activations_do_not_grow_with_the_row(make: Any) -> None:
+    """Four times the tokens add no more than the teacher's cache, its states, and what is carried at each border."""
+    model = make("ahn-gdn")
+    config = model.config
+    of_token = 8 * (2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim + config.hidden_size)
+    state = sum(layer.state_bytes(torch.float64) for layer in model.model.memories().values())
+    window = 8 * (S + W) * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+    def peak(tokens: int) -> int:
+        ids = torch.randint(3, 101, (1, tokens))
+        rows = {"input_ids": ids, "labels": ids}
+        with Tracker() as tracker:
+            scored(model, Objective(segment=32), rows)
+        return tracker.peak
+
+    peak(64)
+    growth = peak(512) - peak(128)
+    assert growth < 1.5 * (384 * of_token + 12 * (state + window))
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(RetrofitError, match="gradient_checkpointing to false"):
+        Recipe(segment=64, gradient_checkpointing=True)
+    with pytest.raises(RetrofitError, match="go with segment"):
+        Recipe(segments_back=2)

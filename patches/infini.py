@@ -34,21 +34,22 @@ def write_and_read(
         q: features of queries ``(R, G, m, D)``, G of them read each state.
         k: features of keys ``(R, 1, m, D)``; zeros write nothing.
         v: values ``(R, 1, m, D)``.
-        state, mass: M ``(R, 1, D, D)`` and z ``(R, 1, D)`` before the first token; None means zero.
+        state, mass: M ``(R, 1, D, D)`` and z ``(R, 1, D)`` before the first token; None means zero. A single token
+            overwrites M.
 
     Returns:
         ``q M`` ``(R, G, m, D)`` and ``q . z`` ``(R, G, m)``, whose quotient is the reading, and the last M and z.
     """
     sums = k.cumsum(2) if mass is None else k.cumsum(2) + mass.unsqueeze(2)  # z after each token
     if write == "linear":
-        read, last = linear_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, state, scale=1.0)
+        read, last = linear_attention(q, k, v, None, state, scale=1.0, in_place=True)
     else:
         before = torch.cat([torch.zeros_like(k[:, :, :1]) if mass is None else mass.unsqueeze(2), sums[:, :, :-1]], 2)
         known = (k * before).sum(-1)
         known = torch.where(known > 0, known, 1)
         # v - k M / known is (known v - k M) / known: the delta rule with strength 1 / known
-        query, key, value, strength = (x.transpose(1, 2) for x in (q, k, v * known.unsqueeze(-1), 1 / known))
-        read, last = gated_delta_rule(query, key, value, strength, None, state, scale=1.0)
+        v, strength = v * known.unsqueeze(-1), (1 / known).mT
+        read, last = gated_delta_rule(q, k, v, strength, None, state, scale=1.0, in_place=True)
     return read.transpose(1, 2), (q * sums).sum(-1), last, sums[:, :, -1].clone()
 
 

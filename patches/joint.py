@@ -6,6 +6,7 @@ docs/memories/joint.md for the equations and what each part is worth.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,12 +17,11 @@ from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
-from .kernels import gated_delta_rule, linear_attention
-from .linear import HeadLinear, WideLinear, wide
+from .kernels import gated_delta_rule, linear_attention, per_state
+from .linear import HeadLinear, WideLinear, cast, wide
 from .memory import Joined, Kept
-from .on_window import WindowOnly, behind
+from .on_window import WindowOnly
 from .options import Options, true_or_false, whole_number
-from .rotary import unrotate
 from .step import Evicted, Step
 
 MASS_EPS = 1e-3  # beside the mass when the linear branch is read
@@ -87,14 +87,10 @@ class Branch(nn.Module):
             init.constant_(linear.bias, bias)
         init.zeros_(self.read_proj.weight)
 
-    def gates(self, x: Tensor) -> list[Tensor]:
-        """Writing strength in (0, 1) and log decay of tokens with input ``x`` (B, n, E), each ``(B, n, H_s)``."""
-        return [self.write(x).sigmoid(), -F.softplus(self.forget(x))]
-
     def mapped(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """``q`` (B, H, m, D) and ``k`` (B, H_kv, m, D) in this branch's features: ``(B, H or H_s, m, F)``."""
-        k_map = self.k_map.to(k.dtype).unflatten(0, (k.shape[1], -1))  # (H_kv, H_s / H_kv, D, F)
-        return q @ self.q_map.to(q.dtype), torch.einsum("bkmd,kgdf->bkgmf", k, k_map).flatten(1, 2)
+        k = per_state(k, len(self.k_map))
+        return q @ cast(self.q_map, q.dtype), k @ cast(self.k_map, k.dtype)
 
     def value(self, read: Tensor) -> Tensor:
         """``read`` (B, m, H, D) as a candidate output: ``(I + W) read``."""
@@ -105,39 +101,40 @@ class LinearBranch(Branch):
     """``S <- a S + beta phi(k) [v, 1]^T``, read as a mean: ``phi(q) S_v / (phi(q) S_1 + eps)``, the mass below it."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor], state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Write and read.
 
         Args:
             q: queries without positions ``(B, H, m, D)``.
             k: written keys, likewise ``(B, H_kv, m, D)``.
-            v: written values and a one ``(B, m, H_kv, D + 1)``.
-            gates: writing strength and log decay ``(2, B, m, H_s)``.
+            v: written values and a one ``(B, H_kv, m, D + 1)``.
+            gates: writing strength and log decay ``(B, m, H_s)``.
             state: the state before ``(B, H_s, F, D + 1)``, or None.
 
         Returns:
             What is read ``(B, m, H, D)``, the log of its mass ``(B, m, H)``, the new state ``(B, H_s, F, D + 1)``.
         """
-        q, k = (x.softmax(-1).transpose(1, 2) for x in self.mapped(q, k))
-        beta, log_decay = gates.unbind()
-        read, state = linear_attention(q, k * beta.unsqueeze(-1), v, log_decay, state, scale=1.0)
-        mass = read[..., -1:]
-        log_mass = mass.clamp_min(NO_MASS).log().squeeze(-1)
-        return self.value(read[..., :-1] / (mass + MASS_EPS)), log_mass, state
+        q, k = (x.softmax(-1) for x in self.mapped(q, k))
+        beta, log_decay = gates
+        k = k * beta.mT.unsqueeze(-1)
+        sums, state = linear_attention(q, k, v, log_decay, state, scale=1.0, in_place=True)
+        read, mass = sums.split([v.shape[-1] - 1, 1], -1)
+        return self.value(read / (mass + MASS_EPS)), mass.clamp_min(NO_MASS).log().squeeze(-1), state
 
 
 class DeltaBranch(Branch):
     """The gated delta rule; its column of ones recalls whether a key is known at all (the *familiarity*)."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor], state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`LinearBranch.forward`, with the familiarity ``(B, m, H)`` in place of the log mass."""
-        q, k = (x.transpose(1, 2) for x in self.mapped(q, k))
-        beta, log_decay = gates.unbind()
-        read, state = gated_delta_rule(q, k, v, beta, log_decay, state, scale=1.0, normalise=True)
-        return self.value(read[..., :-1]), read[..., -1], state
+        q, k = self.mapped(q, k)
+        beta, log_decay = gates
+        sums, state = gated_delta_rule(q, k, v, beta, log_decay, state, scale=1.0, normalise=True, in_place=True)
+        read, known = sums.split([v.shape[-1] - 1, 1], -1)
+        return self.value(read), known.squeeze(-1), state
 
 
 class JointMemory(WindowOnly):
@@ -145,7 +142,7 @@ class JointMemory(WindowOnly):
 
     kind = "joint"
     trainable = True
-    joins_window = True
+    joins_window = needs_plain_queries = True
     Options = JointOptions
 
     def __init__(self, config: Any, window: int, sinks: int, options: JointOptions):
@@ -179,9 +176,11 @@ class JointMemory(WindowOnly):
         return {"linear": kept, "delta": kept} if self.both else {"linear": kept}
 
     def write_gates(self, x: Tensor) -> Tensor:
-        """Writing strength and log decay of each branch and state, ``(B, n, 2 H_s)`` or ``(B, n, 4 H_s)``, float32."""
+        """Writing strengths in (0, 1), then log decays below 0, by branch and state ``(B, n, 2 or 4 H_s)``, float32."""
         branches = [self.linear] if self.delta is None else [self.linear, self.delta]
-        return torch.cat([gate for branch in branches for gate in branch.gates(x)], -1)
+        projected = torch.cat([branch.write(x) for branch in branches] + [branch.forget(x) for branch in branches], -1)
+        write, forget = projected.chunk(2, -1)
+        return torch.cat([write.sigmoid(), -F.softplus(forget)], -1)
 
     def state_flops(self, evicted: int) -> int:
         # each branch: a write, a read by every query of the group; the delta rule corrects by a read of its key
@@ -191,35 +190,37 @@ class JointMemory(WindowOnly):
     def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
         assert gates is not None
         assert step.lse is not None
-        first, now = gone.first, step.now
+        first, now, dtype = gone.first, step.now, gates.dtype
         written = None if gone.written is None else gone.written.unsqueeze(-1)  # (B, m, 1)
         if written is not None:
             gates = gates * written  # padding and sinks: no writing strength, and a log decay of 0
-        q, k, v = (h.to(gates.dtype) for h in (step.q[:, :, first:], k, v))
+        x, _ = step.reading(first)
         # without positions: features of rotated keys would depend on where a text begins, not on distances alone
-        q = unrotate(q, *now.turn_of_slots(now.seen + first, gone.count))
-        k = unrotate(k, *now.turn_of_slots(gone.start, gone.count))
-        gates = gates.unflatten(-1, (-1, 2, self.states)).permute(2, 3, 0, 1, 4)  # (branches, 2, B, m, H_s)
-        logits, far = self._read(step, step.x[:, first:], q, k, v, gates)
-        lse = self.window_weight.to(gates.dtype) * step.lse[:, first:].to(gates.dtype)
-        share = torch.stack([lse, *logits]).softmax(0)[1:]  # (branches, B, m, H)
-        share = share * (OPENING * self.opening.to(gates.dtype)).tanh()  # 0 at first: the window keeps all
-        near = local[:, first:]
-        added = sum(z.unsqueeze(-1) * (m - near) for z, m in zip(share, far, strict=True))
+        q, k = step.plain_queries(first, dtype), now.turned_back(cast(k, dtype), gone.start)
+        log_mass, logits, far = self._read(step, x, q, k, cast(v, dtype), gates.split(self.states, -1))
+        near, lse = (local[:, first:], step.lse[:, first:]) if first else (local, step.lse)
+        lse = cast(self.window_weight, dtype) * cast(lse, dtype) - log_mass  # which all other logits hold
+        share = torch.stack([lse, *logits], -1).softmax(-1)[..., 1:]  # (B, m, H, branches)
+        share = share * (OPENING * cast(self.opening, dtype)).tanh().unsqueeze(-1)  # 0 at first: the window keeps all
+        near, (z, *others) = cast(near, dtype), share.split(1, -1)
+        out = torch.lerp(near, far[0], z)
+        for z, m in zip(others, far[1:], strict=True):
+            out = torch.addcmul(out, z, m - near)
         if written is not None:
-            added = added.masked_fill(~written.unsqueeze(-1), 0.0)  # a row's memory is empty until its first eviction
-        return behind(local, first, added), None
+            out = torch.where(written.unsqueeze(-1), out, near)  # a row's memory is empty until its first eviction
+        out = cast(out, local.dtype)
+        return (torch.cat([local[:, :first], out], 1) if first else out), None
 
     def _read(
-        self, step: Step, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Write and read each branch: its logit ``(B, m, H)`` beside the window's, its output ``(B, m, H, D)``."""
+        self, step: Step, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Write and read: the log mass ``(B, m, H)``, each branch's logit above it, and its output ``(B, m, H, D)``."""
         state = {} if step.layer is None else step.layer.state
-        v = pad(v, (0, 1), value=1.0).transpose(1, 2)
-        far, log_mass, state["linear"] = self.linear(q, k, v, gates[0], state.get("linear"))
-        logits, outputs = [log_mass + self.linear.logit(x)], [far]
+        v = pad(v, (0, 1), value=1.0)
+        far, log_mass, state["linear"] = self.linear(q, k, v, gates[:: 1 + self.both], state.get("linear"))
+        logits, outputs = [self.linear.logit(x)], [far]
         if self.delta is not None:
-            far, known, state["delta"] = self.delta(q, k, v, gates[1], state.get("delta"))
-            logits.append(log_mass + self.delta.logit(x) + self.familiarity.to(known.dtype) * known)
+            far, known, state["delta"] = self.delta(q, k, v, gates[1::2], state.get("delta"))
+            logits.append(torch.addcmul(self.delta.logit(x), cast(self.familiarity, known.dtype), known))
             outputs.append(far)
-        return logits, outputs
+        return log_mass, logits, outputs

@@ -1,14 +1,16 @@
 """One table of kernels: for an op, a device, a dtype and whether a gradient is wanted, the function that does it.
 
-Memories call the four ops below and know no backend. Tensors are ``(B, T, H, D)``, gates ``(B, T, H)``, each in its own
-dtype. The torch forms of scan.py and window.py are the reference, and serve wherever nothing else does.
+Memories call the four ops below and know no backend. Tensors come as the model and its cache have them, each in its own
+dtype: ``(B, H, T, D)`` (to ``window_attention``: ``(B, T, H, D)``), and gates as projected, ``(B, T, H)``. What is read
+is ``(B, T, H, D)``, and so are all arguments of the functions in the table. The torch forms of scan.py and window.py
+are the reference, and serve wherever nothing else does.
 
 ``RETROFIT_KERNELS`` forces the choice: names of backends with commas between them; what none of them serves runs on
 torch. Left unset, the first row of ``TABLE`` that fits and can be imported is taken.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +55,8 @@ def gated_delta_rule(
     ``S <- a S;  S <- S + beta k (v - k S)^T;  o = scale q S``; the query of a step sees the token written in it.
 
     Args:
-        q: queries ``(B, T, H, D_k)``; query head ``h`` reads state ``h // (H / H_s)``.
-        k, v: keys ``(B, T, H_kv, D_k)`` and values ``(B, T, H_kv, D_v)``; ``H_kv`` divides ``H_s``, ``H_s`` divides H.
+        q: queries ``(B, H, T, D_k)``; query head ``h`` reads state ``h // (H / H_s)``.
+        k, v: keys ``(B, H_kv, T, D_k)`` and values ``(B, H_kv, T, D_v)``; ``H_kv`` divides ``H_s``, ``H_s`` divides H.
         beta: writing strength ``(B, T, H_s)``, one for each state; 0 writes nothing.
         log_decay: log of the decay ``a``, ``(B, T, H_s)``, at most 0; None means no decay.
         state: the state before the first token ``(B, H_s, D_k, D_v)``; None means zero.
@@ -69,7 +71,8 @@ def gated_delta_rule(
     if in_place and _single(q, state, k, v, beta, log_decay):
         return _step(delta_step, q, k, v, (beta, log_decay), state, scale, normalise)
     run = choose("gated_delta_rule", q, k, v, beta, log_decay, state)
-    return run(q, k, v, beta, log_decay, state, scale=scale, normalise=normalise)
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return run(*rows, beta, log_decay, state, scale=scale, normalise=normalise)
 
 
 def linear_attention(
@@ -91,7 +94,8 @@ def linear_attention(
     if in_place and _single(q, state, k, v, log_decay):
         return _step(linear_step, q, k, v, (log_decay,), state, scale, normalise)
     run = choose("linear_attention", q, k, v, log_decay, state)
-    return run(q, k, v, log_decay, state, scale=scale, normalise=normalise)
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return run(*rows, log_decay, state, scale=scale, normalise=normalise)
 
 
 def window_attention(
@@ -141,8 +145,6 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """One token on a full cache, every key of which it sees: ``q`` (B, H, 1, D), ``k``, ``v`` (B, H_kv, m, D).
 
-    Heads come before tokens here, as they lie in the cache.
-
     Returns:
         ``(B, 1, H, D)``, and with ``lse`` the log-sum-exp ``(B, 1, H)`` of its logits, else None.
     """
@@ -154,7 +156,7 @@ def decode_attention(
 
 def _single(q: Tensor, state: Tensor | None, *others: Tensor | None) -> bool:
     """Whether this is one token on a state that there is, and no graph is recorded."""
-    return state is not None and q.shape[1] == 1 and not _differentiates(q, state, *others)
+    return state is not None and q.shape[2] == 1 and not _differentiates(q, state, *others)
 
 
 def _step(
@@ -162,19 +164,19 @@ def _step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gates: tuple[Tensor | None, ...],
+    gates: Sequence[Tensor | None],
     state: Any,
     scale: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor]:
-    """One token written into ``state`` and read, by a step of scan.py; a single token has the same layout there."""
-    (B, _, H, _), states = q.shape, state.shape[1]
+    """One token written into ``state`` and read, by a step of scan.py."""
+    (B, H, _, D), states = q.shape, state.shape[1]
     if normalise:
-        q, k = unit(cast(torch.cat([q, k], 2), state.dtype)).split([H, k.shape[2]], 2)
+        q, k = unit(cast(torch.cat([q, k], 1), state.dtype)).split([H, k.shape[1]], 1)
     q, k, v = (cast(x, state.dtype) for x in (q, k, v))
-    k, v = (x if x.shape[2] == states else x.repeat_interleave(states // x.shape[2], 2) for x in (k, v))
-    rows = q.view(B, states, -1, q.shape[-1]), k.view(B, states, -1, 1), v.view(B, states, 1, -1)
-    read = form(*rows, *(None if gate is None else gate.reshape(B, -1, 1, 1) for gate in gates), state)
+    q = q if states == H else q.reshape(B, states, -1, D)
+    gates = [None if gate is None else gate.reshape(B, -1, 1, 1) for gate in gates]
+    read = form(q, per_state(k, states), per_state(v, states), *gates, state)
     return (read if scale == 1 else read.mul_(scale)).view(B, 1, H, -1), state
 
 
@@ -192,7 +194,7 @@ def _torch_delta(
     q, k, v, beta, log_decay = _wide(q, k, v, beta, log_decay)
     if normalise:
         q, k = unit(q), unit(k)
-    k, v = _per_state(k, beta.shape[1]), _per_state(v, beta.shape[1])
+    k, v = per_state(k, beta.shape[1]), per_state(v, beta.shape[1])
     out, state = scan_delta(q, k, v, beta, log_decay, state, scale)
     return out.transpose(1, 2), state
 
@@ -211,8 +213,8 @@ def _torch_linear(
     if normalise:
         q, k = unit(q), unit(k)
     states = max(x.shape[1] for x in (k, v, log_decay) if x is not None)
-    k, v = _per_state(k, states), _per_state(v, states)
-    out, state = scan_linear(q, k, v, None if log_decay is None else _per_state(log_decay, states), state, scale)
+    k, v = per_state(k, states), per_state(v, states)
+    out, state = scan_linear(q, k, v, None if log_decay is None else per_state(log_decay, states), state, scale)
     return out.transpose(1, 2), state
 
 
@@ -224,7 +226,7 @@ def _wide(*tensors: Any) -> list[Any]:
     return [None if x is None else x.to(wide).transpose(1, 2) for x in tensors]
 
 
-def _per_state(x: Tensor, states: int) -> Tensor:
+def per_state(x: Tensor, states: int) -> Tensor:
     """``x`` (B, H_kv, ...) of each state ``(B, states, ...)``."""
     return x if x.shape[1] == states else x.repeat_interleave(states // x.shape[1], 1)
 

@@ -3,6 +3,8 @@
 Who stands between a module and its weights (accelerate's offloading, ZeRO-3, a LoRA) acts when it is called.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +25,8 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """``x`` scaled to length 1 along its last dimension, a zero to zero."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+    longer = F.pad(x, (0, 1), value=math.sqrt(UNIT_EPS))  # what is added inside the root is one more component
+    return x / torch.linalg.vector_norm(longer, dim=-1, keepdim=True)
 
 
 class WideLinear(nn.Linear):

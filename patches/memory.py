@@ -39,6 +39,7 @@ class Memory(nn.Module):
         trainable: whether there is anything to distil.
         calibrates: whether it learns from texts that it is shown, by ``observe`` and ``settle``, without gradients.
         needs_key_bias: whether it must know what the base adds to every key.
+        needs_plain_queries: whether it must know queries as they were before their rotation.
         writes_back: whether each step changes the whole state, or only reads it.
         compiles: whether a step of plain decoding depends on no number but those on the device.
     """
@@ -48,6 +49,7 @@ class Memory(nn.Module):
     trainable: ClassVar[bool] = True
     calibrates: ClassVar[bool] = False
     needs_key_bias: ClassVar[bool] = False
+    needs_plain_queries: ClassVar[bool] = False
     writes_back: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     Options: ClassVar[type[Options]] = Options

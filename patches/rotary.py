@@ -22,8 +22,8 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def back(cos: Tensor, sin: Tensor) -> Turn:
     """The tables of the inverse turn."""
-    length = cos.square() + sin.square()
-    return cos / length, -sin / length
+    length = torch.addcmul(cos.square(), sin, sin)
+    return cos / length, sin / -length
 
 
 def after(first: Turn, second: Turn) -> Turn:

@@ -128,7 +128,7 @@ def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor 
 
     Args:
         q: the queries of each state ``(B, H_s, G, D_k)``.
-        k: its key as a column ``(B, H_s, D_k, 1)``; ``v``: its value as a row ``(B, H_s, 1, D_v)``.
+        k, v: its key ``(B, H_s, 1, D_k)`` and value ``(B, H_s, 1, D_v)``.
         beta, log_decay: ``(B, H_s, 1, 1)``.
 
     Returns:
@@ -136,8 +136,8 @@ def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor 
     """
     if log_decay is not None:
         state.mul_(log_decay.exp())
-    error = v - k.transpose(-1, -2) @ state
-    state.addcmul_(k, error.mul_(beta))
+    error = v - k @ state
+    state.addcmul_(k.mT, error.mul_(beta))
     return q @ state
 
 
@@ -145,7 +145,7 @@ def linear_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state
     """:func:`linear_attention_steps` of one token without a gradient; arguments as :func:`delta_step`."""
     if log_decay is not None:
         state.mul_(log_decay.exp())
-    state.addcmul_(k, v)
+    state.addcmul_(k.mT, v)
     return q @ state
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .cache import MemoryCacheLayer
 from .frames import Frame
+from .linear import cast
 from .padding import Starts
 from .rotary import Rotary, Turn, after, back, for_heads, turned
 
@@ -107,6 +108,8 @@ class Pass:
 
     def turn(self, positions: Tensor) -> Turn:
         """The rotary tables at ``positions`` (1 or B, n)."""
+        if self.device == self.home:
+            return self.rotary(positions)
         cos, sin = self.rotary(positions.to(self.home))
         return cos.to(self.device), sin.to(self.device)
 
@@ -116,7 +119,7 @@ class Pass:
 
     def _slots(self, start: int, count: int) -> Tensor:
         if self.full and self.slot is not None and count == 1:  # a compiled step knows no numbers, only distances
-            slot = self.slot.to(self.device)
+            slot = self.slot if self.device == self.home else self.slot.to(self.device)
             return slot if start == self.seen else slot - (self.seen - start)
         return torch.arange(start, start + count, device=self.device)
 
@@ -134,8 +137,9 @@ class Pass:
     def turned_back(self, x: Tensor, start: int) -> Tensor:
         """Rotated queries or keys ``(B, H, n, D)`` of the slots from ``start`` on as they were at position 0."""
         n = x.shape[2]
-        tables = lambda: for_heads(*back(*self.turn_of_slots(start, n)))  # noqa: E731
-        return turned(x, *self.once(("back", start, n), tables))
+        tables = lambda: for_heads(*back(*(cast(t, x.dtype) for t in self.turn_of_slots(start, n))))  # noqa: E731
+        cos, sin = self.once(("back", start, n), tables)
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
     def from_first_token(self, x: Tensor) -> Tensor:
         """Queries or keys ``(B, heads, m, D)`` turned as if each row's positions were counted from its first token.
@@ -195,6 +199,7 @@ class Step:
         dropout: the base's attention dropout, 0 outside training.
         key_bias: what the key projection adds to every key before its rotation ``(H_kv * D,)``, for kinds that ask for
             it; None: nothing.
+        plain_q: ``q`` before its rotation, for kinds that ask for it; None: nobody knows.
         gates: write gates ``(B, n, G)`` of the new tokens, or None; filled in by ``Memory.forward``.
         lse: log-sum-exp ``(B, n, H)`` of the logits over sinks and window, for kinds that ``joins_window``.
     """
@@ -208,12 +213,19 @@ class Step:
     scale: float
     dropout: float = 0.0
     key_bias: Tensor | None = None
+    plain_q: Tensor | None = None
     gates: Tensor | None = None
     lse: Tensor | None = None
 
     def reading(self, first: int) -> tuple[Tensor, Tensor]:
         """Input ``(B, n - first, E)`` and queries ``(B, H, n - first, D)`` of the tokens from ``first`` on."""
         return (self.x[:, first:], self.q[:, :, first:]) if first else (self.x, self.q)
+
+    def plain_queries(self, first: int, dtype: torch.dtype) -> Tensor:
+        """Queries ``(B, H, n - first, D)`` of the tokens from ``first`` on without their positions."""
+        if self.plain_q is None:
+            return self.now.turned_back(cast(self.q[:, :, first:], dtype), self.now.seen + first)
+        return cast(self.plain_q[:, :, first:] if first else self.plain_q, dtype)
 
     def differentiates(self, layer: MemoryCacheLayer) -> bool:
         """Whether a graph is recorded that writing to ``layer`` in place would break."""

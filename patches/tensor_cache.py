@@ -34,12 +34,11 @@ TIMESCALES = {"fast": (0.995, 0.05), "slow": (0.9995, 0.01)}  # initial decay an
 #
 # q (R, G, m, D), G of them read each state; k and v (R, 1, m, D); strength, eta (R, 1, m), 0 writes nothing; log_decay,
 # log of lambda (R, 1, m), 0 where nothing is written; state, A before the first token (R, 1, D, D), keys by values, or
-# None. They return the readings (R, G, m, D) and the last state.
+# None; a single token overwrites it. They return the readings (R, G, m, D) and the last state.
 
 
 def _linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    q, k, v, log_decay = (x.transpose(1, 2) for x in (q, k, v, log_decay))
-    read, last = linear_attention(q, k, v, log_decay, state, scale=1.0)
+    read, last = linear_attention(q, k, v, log_decay.mT, state, scale=1.0, in_place=True)
     return read.transpose(1, 2), last
 
 
@@ -49,8 +48,9 @@ def _outer(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor,
 
 def _wedge(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
     # decay is a number, so the wedge's state is that of the outer products less its transpose; the former is kept
+    mirrored = None if state is None else state.mT.clone()
     read, outer = _outer(q, k, v, strength, log_decay, state)
-    back, _ = _outer(q, v, k, strength, log_decay, None if state is None else state.transpose(-1, -2))
+    back, _ = _outer(q, v, k, strength, log_decay, mirrored)
     return read - back, outer
 
 
@@ -58,8 +58,7 @@ def _delta(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor,
     # the gated delta rule measures the error after the decay: the same with eta / lambda and lambda v
     decay = log_decay.exp()
     v, strength = v * decay.unsqueeze(-1), strength / decay
-    q, k, v, strength, log_decay = (x.transpose(1, 2) for x in (q, k, v, strength, log_decay))
-    read, last = gated_delta_rule(q, k, v, strength, log_decay, state, scale=1.0)
+    read, last = gated_delta_rule(q, k, v, strength.mT, log_decay.mT, state, scale=1.0, in_place=True)
     return read.transpose(1, 2), last
 
 

@@ -279,9 +279,9 @@ def test_the_plot_is_of_the_figures_beside_it() -> None:
     names = runpy.run_path(str(folder / "quality.py"))
     figures = json.loads((folder / "quality.json").read_text())
     assert all(names["draw"](figures, theme).axes[0].lines for theme in names["THEMES"])
-    table = text_of("docs/figures.md")
-    for name, (_, kl) in figures["memories"].items():
-        assert f"| {name} | {kl} |" in table
+    table = text_of("docs/real-model.md")
+    for points in figures["series"].values():
+        assert all(f"| {kl:.4f} |" in table for _, kl in points)
 
 
 # ---- memories ----

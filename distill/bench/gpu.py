@@ -112,7 +112,7 @@ def _arguments(op: str, small: bool) -> tuple[list[Tensor], dict[str, Any]]:
         rows = [q, torch.cat([ahead, k], 1), torch.cat([ahead, v], 1), k[:, :3], v[:, :3]]
         return rows, {"window": window, "start": 0, "scale": dim**-0.5, "lse": True}
     beta, decay = torch.rand(2, 2, tokens, 2, generator=generator)
-    rows = [q, torch.nn.functional.normalize(k, dim=-1), v]
+    rows = [x.transpose(1, 2) for x in (q, torch.nn.functional.normalize(k, dim=-1), v)]
     rows += [beta] if op == "gated_delta_rule" else []
     return [*rows, -0.1 * decay, normal(2, 2, dim, dim)], {"scale": dim**-0.5}
 
@@ -250,7 +250,9 @@ def measure_scan(session: Session) -> None:
     dtype = torch.float32 if session.small else torch.bfloat16
     q, k, v = torch.randn(3, 1, tokens, heads, dim, device=session.device, dtype=dtype).unbind()
     beta, decay = torch.rand(2, 1, tokens, heads, device=session.device).unbind()
-    arms = {"ours": lambda: kernels.gated_delta_rule(q, k, v, beta, -decay, scale=dim**-0.5, normalise=True)}
+    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+    run = partial(kernels.gated_delta_rule, queries, keys, values, beta, -decay, scale=dim**-0.5, normalise=True)
+    arms: dict[str, Callable[[], Any]] = {"ours": run}
     if not session.small:
         from fla.layers import GatedDeltaNet
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule

@@ -114,11 +114,13 @@ def _open(source: str, name: str | None, revision: str | None, split: str, strea
                 f"{path} is one document, which cannot be streamed: give a JSONL or Parquet file, or train without "
                 "streaming"
             )
-        return Source(str(path), ["text"], _identity(path), lambda _: iter([(str(path), _text_file(path))]))
+        return Source(str(path), ["text"], _identity(path), lambda _: _text_file(path))
     if path.is_dir():
         if revision is not None:
             raise RetrofitError(f"data_revision: {path} is a local folder and has none: remove this key")
         return _dataset(str(path), _load_folder(path, name, streaming), split)
+    if path.exists() or path.is_symlink():
+        raise RetrofitError(f"{path} is a pipe, a device or a link that leads nowhere: write the text to a file first")
     if HUB_ID.fullmatch(source) and suffix not in FILE_SUFFIXES:
         import datasets
 
@@ -163,8 +165,8 @@ def _decode(raw: bytes, where: str) -> str:
         raise RetrofitError(f"{where} is not UTF-8 text (byte {error.start}): convert it first") from error
 
 
-def _text_file(path: Path) -> str:
-    return _decode(path.read_bytes(), str(path))
+def _text_file(path: Path) -> Iterator[Record]:
+    yield str(path), _decode(path.read_bytes(), str(path))
 
 
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,9 +1,7 @@
 """kvpress's methods on the rows of ``make real``: KL to full attention over the end, in an environment of its own.
 
-They read most of a row with full attention, cut the cache once and go on with one that grows. The environment::
-
-    python -m venv .venv-presses && .venv-presses/bin/pip install torch==2.13.0 kvpress==0.5.5 "transformers==5.2.*"
-    .venv-presses/bin/python distill/demo/presses.py --output runs/real
+They read most of a row with full attention, cut the cache once and go on with one that grows. ``make presses`` makes
+the environment; nothing of Retrofit is imported here.
 """
 
 import argparse

@@ -26,6 +26,7 @@ from retrofit.files import write_json, write_text
 from retrofit.table import print_table
 
 SINKS = 4
+CALIBRATED_ON = 1024  # tokens of a row at most
 BYTES = 48_360  # of state per layer, in float32: a third of what one matrix per query head takes
 TILT = 0.004  # nats per token in favour of later ones: chosen by --choose, on other documents than those reported
 TILTS = (0.0, 0.002, 0.004, 0.008)
@@ -46,11 +47,12 @@ class Sizes:
     window: int = 128
     length: int = 1024
     rows: int = 6
+    every: int = 1  # position of these counts
     only: tuple[str, ...] = ()  # names of ways; none: all
 
 
 def main(output: Path, dtype: str, sizes: Sizes, choose: bool) -> None:
-    """Fetch, calibrate, score; write real.json, table.md, rows.json, base/ and model/ (the best form) to ``output``.
+    """Fetch, calibrate, score; write scores, tables, texts, base/ and model/ (the best form) to ``output``.
 
     With ``choose``, settings are compared on rows of their own instead, and choice.json and choice.md are written.
     """
@@ -61,14 +63,15 @@ def main(output: Path, dtype: str, sizes: Sizes, choose: bool) -> None:
     say("reading the texts")
     texts = read_texts(tokenizer, sizes.length, say)
     told = texts.chosen if choose else {kind: ids[: sizes.rows] for kind, ids in texts.scored.items()}
+    fitted = [row[:, :CALIBRATED_ON] for row in texts.fitted]
     write_json(output / "rows.json", {kind: ids.tolist() for kind, ids in texts.scored.items()})
+    write_text(output / "fitted.txt", "\n\n".join(tokenizer.decode(row[0]) for row in fitted))
     ways = candidates(base.config, sizes.window) if choose else contenders(base.config, sizes.window)
     ways = {name: how for name, how in ways.items() if name == BARE or name in (sizes.only or ways)}
-    say(f"calibrating on {len(texts.fitted)} rows of {sizes.length} tokens")
-    models = patched(base, ways, texts.fitted, sizes.window)
+    say(f"calibrating on {len(fitted)} rows of {fitted[0].shape[1]} tokens")
+    models = patched(base, ways, fitted, sizes.window)
     file = output / ("choice.json" if choose else "real.json")
-    every = 4 if choose else 1
-    settings = {"dtype": dtype, "window": sizes.window, "length": sizes.length, "sinks": SINKS, "every": every}
+    settings = {"dtype": dtype, "window": sizes.window, "length": sizes.length, "sinks": SINKS, "every": sizes.every}
     rows = scored(models, told, settings, file, say)
     name = "choice" if choose else "table"
     write_text(output / f"{name}.md", markdown(rows, models))
@@ -102,11 +105,11 @@ def contenders(config: Any, window: int) -> Ways:
         wide, narrow = fitting(config, size), fitting(config, size, "bfloat16")
         few = () if note else (8, 4)
         ways[EQUAL + note] = {"memory": "none", "window": window + wide["exact"]}
-        ways[f"the same in bfloat16{note}"] = {"memory": "none", "window": window + narrow["exact"]}
+        ways[f"{EQUAL}, bfloat16 base{note}"] = {"memory": "none", "window": window + narrow["exact"]}
         ways |= {f"window in {bits} bits{note}": _rows(wide, bits, 1e6) for bits in few or (8,)}
         if few:
             ways["expected"] = _rows(wide, 16, TILT)
-            ways["expected, in bfloat16"] = _rows(narrow, 16, TILT)
+            ways["expected, bfloat16 base"] = _rows(narrow, 16, TILT)
             ways["expected, 8 bits, not tilted"] = _rows(wide, 8, 0.0)
         ways |= {f"expected, {bits} bits{note}": _rows(wide, bits, TILT) for bits in (8, 4)}
     return ways
@@ -218,6 +221,7 @@ def markdown(rows: list[dict[str, Any]], models: dict[str, Any]) -> str:
     bytes_ = [f"{line['float32']:,} / {line['bfloat16']:,}" for line in lines]
     gaps = [
         [
+            f"{line['nats']:.4f}",
             f"{line['mean']:.3f}",
             *(f"{line[kind]:.3f}" for kind in kinds),
             f"{min(line['each']):.2f}",
@@ -228,7 +232,7 @@ def markdown(rows: list[dict[str, Any]], models: dict[str, Any]) -> str:
     last = [[f"{line['kl_last']:.4f}", *(f"{line[f'{kind} at the end']:.4f}" for kind in kinds)] for line in lines]
     names = [line["name"] for line in lines]
     both = "bytes per layer, float32 / bfloat16 base"
-    text = _grid(["", both, "KL gap closed", *kinds, "worst row", "NLL gap closed"], names, bytes_, gaps)
+    text = _grid(["", both, "KL", "gap closed", *kinds, "worst row", "NLL gap closed"], names, bytes_, gaps)
     return f"{text}\n{_grid(['', both, f'KL of the last {LAST}', *kinds], names, bytes_, last)}"
 
 
@@ -266,9 +270,14 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, default=Path("runs/real"))
     parser.add_argument("--dtype", choices=tuple(WIDTH), default="bfloat16", help="of the base")
     parser.add_argument("--choose", action="store_true", help="compare bits and tilts, on rows that are not reported")
-    for name, what in (("window", "W"), ("length", "tokens of a row"), ("rows", "rows of each kind of text")):
+    for name, what in (
+        ("window", "W"),
+        ("length", "tokens of a row"),
+        ("rows", "rows of each kind of text"),
+        ("every", "score every so many positions"),
+    ):
         parser.add_argument(f"--{name}", type=int, default=getattr(Sizes, name), help=what)
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="score window-only and these ways alone")
     given = parser.parse_args()
-    sizes = Sizes(given.window, given.length, given.rows, tuple(given.only))
+    sizes = Sizes(given.window, given.length, given.rows, given.every, tuple(given.only))
     main(given.output, given.dtype, sizes, given.choose)

@@ -1,6 +1,10 @@
-"""Draws quality against bytes from quality.json, as quality-light.svg and quality-dark.svg: run it after a change."""
+"""Draws quality against bytes from quality.json, as quality-light.svg and quality-dark.svg: run it after a change.
+
+Named a run of ``make real``, it takes the figures from there first: ``python docs/pictures/quality.py runs/real``.
+"""
 
 import json
+import sys
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -8,37 +12,59 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 HERE = Path(__file__).parent
-THEMES = {  # ink, grid, paper, window-only, memories
-    "light": ("#1f2328", "#d0d7de", "#ffffff", "#d55e00", ("#008060", "#0072b2", "#b5518a")),
-    "dark": ("#e8eaed", "#454b52", "#15181c", "#ff8f45", ("#35cfa0", "#5cb8f2", "#ee9acb")),
+TOKEN = 2 * 3 * 64 * 4 / 1024  # KiB of one exact token in one layer of SmolLM2-135M in float32
+THEMES = {  # ink, grid, paper; then the series
+    "light": ("#1f2328", "#d0d7de", "#ffffff", ("#d55e00", "#a66a00", "#0072b2", "#008060", "#b5518a")),
+    "dark": ("#e8eaed", "#454b52", "#15181c", ("#ff8f45", "#d9a441", "#5cb8f2", "#35cfa0", "#ee9acb")),
+}
+# of the names in a run's table
+SERIES = {
+    "sinks + window": (
+        "window of equal bytes",
+        "window of equal bytes, bfloat16 base",
+        "window of equal bytes, 3 x",
+        "window of equal bytes, bfloat16 base, 3 x",
+    ),
+    "window in 8 bits": ("window in 8 bits", "window in 8 bits, 3 x"),
+    "expected": ("expected", "expected, bfloat16 base"),
+    "expected, 8 bits": ("expected, 8 bits", "expected, 8 bits, 3 x"),
+    "expected, 4 bits": ("expected, 4 bits", "expected, 4 bits, 3 x"),
 }
 
 
+def take(run: Path) -> dict:
+    """The figures of a run: KiB of cache in one layer, and KL to full attention."""
+    lines = {line["name"]: line for line in json.loads((run / "table-means.json").read_text())}
+    points = {
+        name: [
+            [round(132 * TOKEN + lines[way]["float32"] / 1024, 1), round(lines[way]["nats"], 5)]
+            for way in ("window-only", *ways)
+        ]
+        for name, ways in SERIES.items()
+    }
+    return {
+        "x": "KiB of cache in one layer (sinks, window and kept tokens; float32)",
+        "y": "KL to full attention, nats per token",
+        "series": points,
+    }
+
+
 def draw(figures: dict, theme: str) -> Figure:
-    """One figure: a line for window-only, a marker with its name for each memory, the full cache as an edge."""
-    ink, grid, paper, orange, colours = THEMES[theme]
+    """One figure: a line with markers and its name for each series."""
+    ink, grid, paper, colours = THEMES[theme]
     look = {"font.size": 9, "text.color": ink, "axes.labelcolor": ink, "xtick.color": ink, "ytick.color": ink}
     with rc_context(look | {"axes.edgecolor": grid, "axes.facecolor": paper}):
         figure = Figure(figsize=(7.2, 3.1), layout="constrained", facecolor=paper)
         axes = figure.subplots()
-        axes.set(xscale="log", yscale="log", xlabel=figures["x"], ylabel=figures["y"])
-        axes.plot(*zip(*figures["window-only"], strict=True), "s--", color=orange, markersize=4, linewidth=1.6)
-        x, y = figures["window-only"][-2]
-        axes.annotate("sinks + window only", (x, y), xytext=(8, 2), textcoords="offset points", color=orange)
-        for (name, (x, y)), colour in zip(figures["memories"].items(), colours, strict=True):
-            axes.plot(x, y, "o", color=colour, markersize=8)
-            axes.annotate(name, (x, y), xytext=(9, -3), textcoords="offset points", color=colour, weight="bold")
-        axes.axvline(figures["full"], color=ink, linewidth=1, linestyle=":")
-        axes.annotate(
-            "full cache",
-            (figures["full"], 0.96),
-            xytext=(-5, 0),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-        )
-        axes.set(xticks=[16, 32, 64, 128, 256], yticks=[0.003, 0.01, 0.03, 0.1])
+        axes.set(yscale="log", xlabel=figures["x"], ylabel=figures["y"])
+        for at, (name, points) in enumerate(figures["series"].items()):
+            style = "s--" if "window" in name else "o-"
+            axes.plot(*zip(*points, strict=True), style, color=colours[at], markersize=6, linewidth=1.6)
+            weight = "normal" if "window" in name else "bold"
+            axes.annotate(
+                name, points[-1], xytext=(8, -3), textcoords="offset points", color=colours[at], weight=weight
+            )
+        axes.set(xlim=(190, 590), xticks=[200, 250, 300, 350, 400, 500], yticks=[0.01, 0.03, 0.1, 0.2])
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(ScalarFormatter())
             axis.set_minor_formatter(NullFormatter())
@@ -49,6 +75,8 @@ def draw(figures: dict, theme: str) -> Figure:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        (HERE / "quality.json").write_text(json.dumps(take(Path(sys.argv[1])), indent=2) + "\n")
     for name in THEMES:
         with rc_context({"svg.hashsalt": "quality"}):  # the same figures give the same file
             figure = draw(json.loads((HERE / "quality.json").read_text()), name)

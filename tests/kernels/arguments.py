@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from patches import kernels
+
 
 def recurrence(
     op: str,
@@ -42,6 +44,15 @@ def recurrence(
         arguments["beta"] = beta.to(gate)
     arguments |= {"log_decay": (-strongest * decay).to(gate), "state": normal(states, K, V).to(gate)}
     return {name: x for name, x in arguments.items() if name not in without}
+
+
+def op_of(name: str) -> Any:
+    """The op of kernels.py with the arguments of :func:`recurrence`, whose tokens come before heads."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Any:
+        return getattr(kernels, name)(*(x.transpose(1, 2) for x in (q, k, v)), *args, **how)
+
+    return run
 
 
 def results(run: Any, arguments: dict[str, Tensor], gradient: bool = True, **how: Any) -> dict[str, Tensor]:

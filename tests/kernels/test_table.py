@@ -12,7 +12,7 @@ from torch import Tensor
 from patches import fla_ops, kernels, scan
 from patches.errors import RetrofitError
 from tests.helpers import close
-from tests.kernels.arguments import recurrence, results
+from tests.kernels.arguments import op_of, recurrence, results
 
 OPS = kernels.OPS[:2]  # the recurrences
 # heads of queries, states, keys: one each; queries that share a state; states that share keys; both
@@ -69,7 +69,7 @@ def test_torch_forms(op: str, heads: tuple[int, int, int], tokens: int, without:
         heads = (heads[0], heads[2], heads[2])  # only a decay tells of more states than keys
     arguments = recurrence(op, tokens, heads=heads, without=without)
     for normalise in (False, True):
-        ours = results(getattr(kernels, op), arguments, scale=0.3, normalise=normalise)
+        ours = results(op_of(op), arguments, scale=0.3, normalise=normalise)
         theirs = results(partial(readable, op), arguments, scale=0.3, normalise=normalise)
         assert ours.keys() == theirs.keys()
         for name, expected in theirs.items():
@@ -78,13 +78,28 @@ def test_torch_forms(op: str, heads: tuple[int, int, int], tokens: int, without:
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_single_token_in_place(op: str, heads: tuple[int, int, int]) -> None:
+    """The same numbers, in the state that was given; with a gradient that one stays as it is."""
+    for dtype, tolerance in ((torch.float64, 1e-8), (torch.bfloat16, 1e-5)):
+        arguments = recurrence(op, 1, heads=heads, dims=(7, 17), dtype=dtype)
+        how, before = {"scale": 0.3, "normalise": True}, arguments["state"].clone()
+        expected = op_of(op)(**arguments, **how)
+        leaf = {**arguments, "v": arguments["v"].clone().requires_grad_()}
+        close(op_of(op)(**leaf, **how, in_place=True)[0].detach(), expected[0], tolerance)
+        assert torch.equal(arguments["state"], before)
+        read, state = op_of(op)(**arguments, **how, in_place=True)
+        assert state is arguments["state"]
+        close(read, expected[0], tolerance)
+        close(state, expected[1], tolerance)
+
+
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_readings_and_states_are_float32(op: str, dtype: torch.dtype) -> None:
     arguments = recurrence(op, 40, heads=(4, 2, 2), dtype=dtype)
     exact = {name: x.double() for name, x in arguments.items()}
-    for mine, expected in zip(
-        getattr(kernels, op)(**arguments, scale=1.0), getattr(kernels, op)(**exact, scale=1.0), strict=True
-    ):
+    for mine, expected in zip(op_of(op)(**arguments, scale=1.0), op_of(op)(**exact, scale=1.0), strict=True):
         assert mine.dtype == torch.float32
         close(mine.double(), expected, 1e-4)
 

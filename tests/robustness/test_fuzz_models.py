@@ -174,6 +174,12 @@ def test_a_tokenizer(copy_of: CopyOf) -> None:
     check()
 
 
+def test_a_tokenizer_that_does_not_know_its_unknown_token(copy_of: CopyOf) -> None:
+    file = copy_of("base") / "tokenizer_config.json"
+    put(file, json.dumps(json.loads(file.read_bytes()) | {"unk_token": ""}).encode())
+    assert "no usable tokenizer" in str(refusal("tokenizer", lambda: load_tokenizer(str(file.parent))))
+
+
 @share(0.02)
 @given(damaged(b"---\nlicense: mit\ntags:\n- a\nbase_model: x/y\n---\n\n# Title\n"))
 def test_a_card(text: bytes) -> None:

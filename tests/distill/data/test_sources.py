@@ -1,6 +1,7 @@
 """Every kind of source gives the same records, in order; what cannot be read is named."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,18 @@ def test_a_file_that_cannot_be_opened_or_read_is_one_sentence(
     monkeypatch.setattr(Path, "open", closed)
     with pytest.raises(RetrofitError, match="cannot be read: PermissionError"):
         open_source(str(path))
+
+
+def test_what_is_neither_file_nor_folder_is_one_sentence(tmp_path: Path, chat_tokenizer: Any) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling.jsonl").symlink_to("nothing")
+    for place in (tmp_path / "pipe", tmp_path / "loop", tmp_path / "dangling.jsonl", "/dev/null"):
+        with pytest.raises(RetrofitError, match="is a pipe, a device or a link that leads nowhere: write the text to"):
+            open_source(str(place))
+    if Path("/proc/self/mem").is_file():  # a file that fails at the first byte
+        with pytest.raises(RetrofitError, match=r"/proc/self/mem, row 0 cannot be read: OSError: .*Input/output error"):
+            load_rows("/proc/self/mem", chat_tokenizer, seq_len=2)
 
 
 def test_a_full_disk_is_not_blamed_on_the_source(

@@ -32,7 +32,7 @@ def test_everybody_has_the_bytes_of_their_table(ways: Any) -> None:
     }
     bare = models.pop(real.BARE)
     for name, model in models.items():
-        dtype = "bfloat16" if "in bfloat16" in name else "float32"
+        dtype = "bfloat16" if "bfloat16" in name else "float32"
         size, given = real.beside_the_window(model, bare, dtype), real.BYTES * (3 if name.endswith("3 x") else 1)
         one_more = max(2 * 2 * 64 * real.WIDTH[dtype], 2 * (64 + 2) + 8) + 4
         assert given - 2 * one_more < size <= given, name
@@ -56,7 +56,7 @@ def test_rows_are_scored_once_and_the_table_is_of_them(tmp_path: Path) -> None:
     assert chosen["speeches"] == pytest.approx(1 - told["expected"].mean_kl / told[real.BARE].mean_kl)
     assert chosen["mean"] == pytest.approx((chosen["speeches"] + chosen["novel"]) / 2)
     assert len(chosen["each"]) == 3
-    assert f"| expected | {chosen['float32']:,} / {chosen['bfloat16']:,} | {chosen['mean']:.3f} |" in real.markdown(
+    assert f"| expected | {chosen['float32']:,} / {chosen['bfloat16']:,} | {chosen['nats']:.4f} |" in real.markdown(
         rows, models
     )
 

@@ -25,7 +25,7 @@ from distill.checkpoint import STATE, checkpoints, step_of
 from distill.data.split import Split, check_vocabulary, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
-from distill.model import build_model
+from distill.model import build_model, calibrate_on
 from distill.parallel import EXIT_STATUS
 from distill.parallel.processes import Processes, join, started_again, trainer_settings
 from distill.parallel.zero import agreeing, find_config, is_partitioned, whole
@@ -113,6 +113,8 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     if resume:
         check_same_data(output, found)
     model = build_model(recipe, fresh=checkpoint is not None)
+    if checkpoint is None and recipe.init_adapter is None:
+        calibrate_on(model, split.train)
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
         raise RetrofitError(f"the base of the run in {output} is not the one that it was started with: {other}")
     sizes = {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()}

@@ -5,6 +5,7 @@ import re
 import runpy
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +173,20 @@ def test_the_readmes_python(at_home: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_script_of_ones_own(make_base: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
-    code = blocks("docs/distillation.md", "python")[1]
+    code = blocks("docs/distillation.md", "python")[2]
     assert 'output_dir="out", max_steps=600' in code
     code = code.replace('output_dir="out", max_steps=600', f'output_dir="{tmp_path}", max_steps=2')
     model = retrofit.patch(make_base("Qwen2"), "ahn-gdn", window=8, sinks=2)
     exec(code, {"model": model, "rows": PackedRows(torch.randint(3, 101, (16 * 40,)), 40)})
+
+
+def test_a_base_is_quantised_as_the_page_says(at_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "CHECKPOINT").symlink_to(at_home / "CHECKPOINT")
+    exec(blocks("docs/distillation.md", "python")[1], {})
+    model = retrofit.patch("int8", "ahn-gdn", window=8, sinks=2)
+    assert {parameter.dtype for _, parameter in model.memory_parameters()} == {torch.float32}
 
 
 def test_chosen_rows_are_calibrated(make_base: Callable[..., PreTrainedModel]) -> None:
@@ -298,7 +308,7 @@ def page_of(kind: str) -> str:
 def test_a_memorys_page_says_it_all(kind: str) -> None:
     text = text_of(page_of(kind))
     assert f"`{kind}`" in text.splitlines()[0]
-    for option in KINDS[kind].Options.__dataclass_fields__:
+    for option in (field.name for field in fields(KINDS[kind].Options)):
         assert f"`{option}`" in text or f"`{option}=" in text or f"{option}=" in text, f"{kind}: {option} is not named"
     assert re.search(r"^    \S.*\n    \S", text, re.MULTILINE), "no equation"
     assert "arxiv.org/abs/" in text or text.split("\n\n")[1].startswith("Ours."), "no paper"

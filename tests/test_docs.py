@@ -295,6 +295,16 @@ def test_the_plot_is_of_the_figures_beside_it() -> None:
         assert all(f"| {kl:.4f} |" in table for _, kl in points)
 
 
+def test_the_plot_of_serving_is_of_its_table() -> None:
+    rows, table = json.loads((ROOT / "docs/pictures/serving.json").read_text()), text_of("docs/serving.md")
+    for full, ours in zip(rows[::2], rows[1::2], strict=True):
+        figures = ((f"{row['mib']:.1f}", str(row["room_for"]), f"{row['per_minute']:.1f}") for row in (full, ours))
+        (mib, mib_2), (room, room_2), (speed, speed_2) = zip(*figures, strict=True)
+        at_once = " | ".join(f"{row['at_once']} of {row['requests']}" for row in (full, ours))
+        line = f"| {full['length']:,} | {mib} | {mib_2} | {room} | {room_2} | {at_once} | {speed} | {speed_2} |"
+        assert line in table
+
+
 # ---- memories ----
 
 

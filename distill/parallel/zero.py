@@ -18,10 +18,18 @@ from patches.kinds import build_memory
 from retrofit.adapter import load_adapter
 from retrofit.evaluation import baselines
 from retrofit.files import at_home
+from retrofit.hub_errors import first_line
 from retrofit.siblings import HERE
 
 OLDEST = "0.19.8"  # before it ZeRO-3 fails on frozen weights under gradient checkpointing (DeepSpeed pull request 8148)
 SHIPPED = ("zero2", "zero3")
+UNSUPPORTED = {
+    "elasticity": "a run has one batch size",
+    "tensor_parallel": "a memory is not split by heads",
+    "sequence_parallel_size": "a memory reads a sequence from its beginning",
+    "pipeline": "teacher and student are one model in every process",
+    "compression_training": "the base has to stay as it is",
+}
 FROM_THE_RECIPE = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -79,13 +87,13 @@ def find_config(name: str | None) -> dict[str, Any] | None:
     for key in ("offload_param", "offload_optimizer"):
         if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme":
             raise RetrofitError(f"deepspeed: {name}: {key} to nvme is not supported: offload to cpu")
-    if config.get("elasticity"):
-        raise RetrofitError(
-            f"deepspeed: {name}: elasticity is not supported, because a run has one batch size: remove it"
-        )
+    for key, why in UNSUPPORTED.items():
+        if config.get(key):
+            raise RetrofitError(f"deepspeed: {name}: {key} is not supported, because {why}: remove it")
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError  # which DeepSpeed needs
 
     for key, known in (("optimizer", DEEPSPEED_OPTIMIZERS), ("scheduler", VALID_LR_SCHEDULES)):
         kind = config[key].get("type") if isinstance(config.get(key), dict) else config.get(key)
@@ -96,9 +104,15 @@ def find_config(name: str | None) -> dict[str, Any] | None:
             )
     try:
         DeepSpeedZeroConfig(**zero)
-    except Exception as error:  # pydantic's, and what DeepSpeed's own checks raise
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("zero_optimization", *first["loc"])))
         raise RetrofitError(
-            f"deepspeed: {name}: DeepSpeed refuses this zero_optimization: {' '.join(str(error).split())}"
+            f"deepspeed: {name}: {key} cannot be {first['input']!r} ({first['msg']}): correct or remove it"
+        ) from None
+    except Exception as error:  # what DeepSpeed's own checks raise
+        raise RetrofitError(
+            f"deepspeed: {name}: DeepSpeed refuses this zero_optimization ({first_line(error)}): correct or remove it"
         ) from None
     return config
 
@@ -122,6 +136,22 @@ def agreeing(name: str | None) -> Iterator[None]:
         ) from None
 
 
+@contextmanager
+def starting() -> Iterator[None]:
+    """Turn whatever DeepSpeed raises while it makes its engine into one sentence.
+
+    Raises:
+        RetrofitError: it raised something.
+    """
+    try:
+        yield
+    except Exception as error:  # assertions, wrong keyword arguments, missing keys: whatever a wrong value runs into
+        raise RetrofitError(
+            f"deepspeed: DeepSpeed does not start with this configuration ({type(error).__name__}: "
+            f"{first_line(error)}): correct or remove the key that it names"
+        ) from error
+
+
 def prepare_for_cpu() -> None:
     """Have DeepSpeed talk by gloo alone: its own shared memory wants a compiler, and waits for ever on a process that
     has failed."""
@@ -143,7 +173,8 @@ def partition(model: nn.Module, config: dict[str, Any], device: torch.device) ->
     """
     from deepspeed import zero
 
-    zero.Init(module=model, config_dict_or_path=config)
+    with starting():
+        zero.Init(module=model, config_dict_or_path=config)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -154,7 +185,8 @@ def keep_base_out(accelerator: Any) -> None:
     prepare = accelerator.prepare
 
     def prepare_engine(*objects: Any, **settings: Any) -> Any:
-        prepared = prepare(*objects, **settings)
+        with starting():
+            prepared = prepare(*objects, **settings)
         wrapper = accelerator.deepspeed_engine_wrapped
         if wrapper is not None and not hasattr(wrapper.engine, "saves_memory_only"):
             engine = wrapper.engine

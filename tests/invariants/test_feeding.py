@@ -14,10 +14,13 @@ from transformers import PreTrainedModel
 
 from patches.kinds import KINDS
 from tests.conftest import tiny_base
-from tests.helpers import VARIANTS, awake, capacity, close, feed, logits, tokens
+from tests.helpers import VARIANTS, awake, capacity, close, feed, left_mask, logits, positions, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
 LENGTH = 25
+# these choose among tokens. Rounded to 16 bits, a near tie falls the other way now and then, and the few positions that
+# read what was chosen differ. In float32 and float64 nothing is excused
+CHOOSING = ("kvm", "tova", "h2o", "expected", "joint-rows")
 SIZES = ([1] * 25, [5, 9, 1, 1, 9], [10, 1, 14], [9, 2, 8, 6])
 
 
@@ -111,21 +114,30 @@ def test_a_cache_filled_in_inference_mode(one_model: Any) -> None:
     close(feed(one_model, ids[:, 20:], [1, 1, 3], cache=cache)[0], logits(one_model, ids)[:, 20:], 1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_in_half_precision(partner: PreTrainedModel, kind: str, dtype: torch.dtype, mixed: bool) -> None:
-    """The model in ``dtype``, or in float32 under autocast: in one call and in pieces it is what it is in float32."""
-    ids = tokens(2, LENGTH)
-    model = awake(partner, kind, push=0.03)
-    whole = logits(model, ids)
+def test_in_half_precision(kind: str, half: tuple[PreTrainedModel, torch.dtype, bool]) -> None:
+    """In one call and in pieces, padded or not, a model of 16 bits or under autocast is what it is in float32."""
+    base, dtype, mixed = half
+    ids, left = tokens(3, LENGTH), left_mask((LENGTH, 16, 4), LENGTH)
+    none = torch.ones_like(left)
+    # a cache that is padded on the right cannot be continued
+    ways = [(none, sizes) for sizes in (None, SIZES[1], SIZES[0])]
+    ways += [(left, sizes) for sizes in (None, SIZES[1])] + [(left.flip(1), None)]
+    model = awake(base, kind, push=0.03)
+    exact = [logits(model, ids, mask, positions(mask)) for mask, _ in ways]
     if not mixed:
-        model = awake(partner.to(dtype), kind, push=0.03)
-    tolerance = 8 * torch.finfo(dtype).eps * float(whole.abs().max())
-    for sizes in (None, SIZES[1], SIZES[0]):
+        model = awake(base.to(dtype), kind, push=0.03)
+    tolerance = 8 * torch.finfo(dtype).eps * float(exact[0].abs().max())
+    for (mask, sizes), whole in zip(ways, exact, strict=True):
+        where = positions(mask)
         with torch.autocast("cpu", dtype, enabled=mixed):
-            out, cache = (logits(model, ids), None) if sizes is None else feed(model, ids, sizes)
+            if sizes is None:
+                out, cache = logits(model, ids, mask, where), None
+            else:
+                out, cache = feed(model, ids, sizes, mask, where=where)
         assert out.dtype == dtype
-        close(out.float(), whole, tolerance)
-    # what grows by sums is in float32 or wider; rows that are keys and values may be as those in the window are
-    if KINDS[kind].writes_back or kind == "kvm":
-        assert all(tensor.dtype.itemsize >= 4 for tensor in cache.layers[0].state.values())
+        assert out.isfinite().all()
+        far = ((out.float() - whole)[mask.bool()].abs().amax(-1) > tolerance).float().mean()
+        assert far <= (0.3 if kind in CHOOSING else 0)
+        # what grows by sums is in float32 or wider; rows that are keys and values may be as those in the window are
+        if cache is not None and (KINDS[kind].writes_back or kind == "kvm"):
+            assert all(tensor.dtype.itemsize >= 4 for tensor in cache.layers[0].state.values())

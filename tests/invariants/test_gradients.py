@@ -1,4 +1,7 @@
-"""Invariant 8: gradients reach exactly the memory, alike with and without checkpointing; the base stays as it is."""
+"""Invariant 8: gradients reach exactly the memory, alike with and without checkpointing; the base stays as it is.
+
+TRAINABLE are the kinds that have something to fit; the others have no parameter that a gradient could reach.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +35,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kind", TRAINABLE)
 def test_exactly_the_memory_learns_and_the_base_stays(base: PreTrainedModel, kind: str) -> None:
     model = awake(base, kind).train()
-    memory = {name for name, _ in model.memory_parameters()}
+    memory = {name for name, p in model.memory_parameters() if p.requires_grad}  # what is not is measured
     assert {name for name, p in model.named_parameters() if p.requires_grad} == memory
     assert all(".self_attn.memory." in name for name in memory)
     before, teacher = checksum(model), logits(base, tokens(2, LENGTH))
@@ -45,6 +48,25 @@ def test_exactly_the_memory_learns_and_the_base_stays(base: PreTrainedModel, kin
     assert checksum(model) == before == checksum(base)
     with model.memory_off():
         assert torch.equal(logits(model, tokens(2, LENGTH)), teacher)
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+def test_in_half_precision(kind: str, half: tuple[PreTrainedModel, torch.dtype, bool]) -> None:
+    """With a base of 16 bits, or under autocast, the memory learns in float32, and what it would learn in float32."""
+    base, dtype, mixed = half
+    ids, mask = tokens(3, LENGTH), left_mask([LENGTH, 17, 5], LENGTH)
+    model = awake(base, kind, push=0.03)
+    exact = gradients(model, model(ids, attention_mask=mask).logits)
+    if not mixed:
+        model = awake(base.to(dtype), kind, push=0.03)
+    with torch.autocast("cpu", dtype, enabled=mixed):
+        out = model(ids, attention_mask=mask).logits
+    found = gradients(model, out.float())
+    assert found.keys() == exact.keys()
+    assert all(gradient.dtype == torch.float32 for gradient in found.values())
+    ours, theirs = (torch.cat([parts[name].flatten() for name in exact]) for parts in (found, exact))
+    assert ours.isfinite().all()
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.98
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)
@@ -78,6 +100,8 @@ def test_they_are_the_derivative(partner: PreTrainedModel, kind: str) -> None:
 
     generator, step = torch.Generator().manual_seed(1), 1e-5
     for name, parameter in model.memory_parameters():
+        if not parameter.requires_grad:
+            continue
         direction = torch.randn(parameter.shape, generator=generator).to(parameter)
         direction /= direction.norm()
         expected = float((found[name] * direction).sum())

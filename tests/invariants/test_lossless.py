@@ -55,12 +55,23 @@ def test_hidden_states_and_attentions_are_the_base_s(kind: str, attention: str, 
         assert all(map(torch.equal, ours.attentions, theirs.attentions))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision(partner: PreTrainedModel, kind: str, dtype: torch.dtype) -> None:
-    model = awake(partner.to(dtype), kind)
-    ids = tokens(2, capacity(model))
-    assert logits(model, ids).dtype == dtype
-    assert torch.equal(logits(model, ids), logits(partner, ids))
+def test_in_half_precision(kind: str, half: tuple[PreTrainedModel, torch.dtype, bool]) -> None:
+    base, dtype, mixed = half
+    base = base if mixed else base.to(dtype)
+    model = awake(base, kind)
+    longest = capacity(model)
+    ids, mask = tokens(2, longest + 3), left_mask([longest, 4], longest + 3)
+    with torch.autocast("cpu", dtype, enabled=mixed):
+        assert logits(model, ids[:, :longest]).dtype == dtype
+        assert torch.equal(logits(model, ids[:, :longest]), logits(base, ids[:, :longest]))
+        assert torch.equal(logits(model, ids, mask), logits(base, ids, mask))
+        sizes = [4, 1, longest - 2]
+        assert torch.equal(feed(model, ids, sizes, mask)[0], feed(base, ids, sizes, mask, DynamicCache())[0])
+
+
+def test_in_float64(partner: PreTrainedModel, kind: str) -> None:
+    base = partner.double()
+    assert_is_the_base(awake(base, kind), base)
 
 
 def test_sinks_and_window_together_decide(partner: PreTrainedModel, kind: str) -> None:

@@ -77,6 +77,8 @@ def test_what_stands_in_the_padding_does_not_matter(one_model: Any) -> None:
         assert torch.equal(ours[mask.bool()], theirs[mask.bool()])
 
 
+# of these a state can be compared: rows of the others lie in other places beside padding, where the tests above and the
+# next one hold what is read from them
 @pytest.mark.parametrize("kind", ON_A_WINDOW)
 def test_the_state_holds_no_padding(partner: PreTrainedModel, kind: str) -> None:
     model = awake(partner.double(), kind)

@@ -32,9 +32,22 @@ def test_whatever_the_attention_is_like(variant: str, kind: str, make_base: Make
 
 
 @pytest.mark.parametrize("others", ["full", "window"])
-def test_in_bfloat16_and_on_some_layers(partner: PreTrainedModel, kind: str, others: str) -> None:
-    base = partner.to(torch.bfloat16)
+def test_in_half_precision_and_on_some_layers(
+    kind: str, half: tuple[PreTrainedModel, torch.dtype, bool], others: str
+) -> None:
+    base, dtype, mixed = half
+    base = base if mixed else base.to(dtype)
     model = awake(base, kind, layers=[1], others=others)
+    ids, mask = tokens(2, 30), left_mask([30, 13], 30)
+    with model.memory_off(), torch.autocast("cpu", dtype, enabled=mixed):
+        assert torch.equal(logits(model, ids), logits(base, ids))
+        ours, _ = feed(model, ids, [20, 1, 9], mask, DynamicCache())
+        assert torch.equal(ours, feed(base, ids, [20, 1, 9], mask, DynamicCache())[0])
+
+
+def test_in_float64(partner: PreTrainedModel, kind: str) -> None:
+    base = partner.double()
+    model = awake(base, kind)
     with model.memory_off():
         assert torch.equal(logits(model, tokens(2, 30)), logits(base, tokens(2, 30)))
 

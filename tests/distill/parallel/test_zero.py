@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distill.parallel import zero
 from distill.parallel.processes import LAUNCHED, join
-from distill.parallel.zero import find_config
+from distill.parallel.zero import find_config, keep_base_out
 from patches.errors import RetrofitError
 
 
@@ -47,10 +48,21 @@ def test_a_bad_configuration_is_one_sentence(tmp_path: Path, content: str, said:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "many"}}, "DeepSpeed refuses this zero_optimization"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "moon"}}}, "DeepSpeed refuses this"),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "many"}},
+            "reduce_bucket_size cannot be 'many' .*: correct or",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "moon"}}},
+            "offload_optimizer.device cannot be 'moon'",
+        ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme is not supported"),
         ({"zero_optimization": {"stage": 2}, "elasticity": {"enabled": True}}, "elasticity is not supported"),
+        (
+            {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
+            "tensor_parallel is not supported",
+        ),
+        ({"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2}, "sequence_parallel_size is not supported"),
         ({"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adamm"}}, "'Adamm' is not one of DeepSpeed's"),
         ({"zero_optimization": {"stage": 2}, "optimizer": 3}, "optimizer 3 is not one of DeepSpeed's"),
         ({"zero_optimization": {"stage": 2}, "scheduler": {"type": "Up"}}, "scheduler 'Up' is not one of DeepSpeed's"),
@@ -124,3 +136,19 @@ def test_half_of_what_a_launcher_sets_is_one_sentence(
         monkeypatch.setenv(name, value)
     with pytest.raises(RetrofitError, match=said):
         join(deepspeed=False)
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("zero stage 2 requires an optimizer"), TypeError("no 'surprise'"), KeyError("lr")]
+)
+def test_whatever_deepspeed_raises_as_it_starts_is_one_sentence(error: Exception) -> None:
+    class Accelerator:
+        def prepare(self, *_: Any) -> None:
+            raise error
+
+    accelerator: Any = Accelerator()
+    keep_base_out(accelerator)
+    with pytest.raises(
+        RetrofitError, match=rf"^deepspeed: DeepSpeed does not start .*{type(error).__name__}.*: correct or"
+    ):
+        accelerator.prepare("model")

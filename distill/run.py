@@ -117,6 +117,9 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         calibrate_on(model, split.train)
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
         raise RetrofitError(f"the base of the run in {output} is not the one that it was started with: {other}")
+    torch.set_float32_matmul_precision("high" if recipe.tf32 else "highest")  # of the backward pass, too
+    for memory in model.model.memories().values():
+        memory.tf32 = recipe.tf32
     sizes = {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()}
     processes.wait()  # each has loaded the base at its own pace
     if resume and processes.main:

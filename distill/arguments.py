@@ -24,6 +24,7 @@ OURS = (
     "segment",
     "segments_back",
     "offload_teacher",
+    "group_by_length",
 )
 
 
@@ -61,6 +62,7 @@ class DistillArguments(TrainingArguments):
     segment: int | None = as_in_recipes("segment")
     segments_back: int | None = as_in_recipes("segments_back")
     offload_teacher: bool = as_in_recipes("offload_teacher")
+    group_by_length: bool = as_in_recipes("group_by_length")  # transformers 5.0 has it, later ones under another name
     local_steps: int = as_in_recipes("local_steps")
     local_lr: float | None = as_in_recipes("local_lr")
 

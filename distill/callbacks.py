@@ -17,6 +17,7 @@ from distill.progress import Bar, peak_bytes
 from patches.errors import RetrofitError
 from retrofit.files import write_text
 from retrofit.head import gathered
+from retrofit.hub import push_folder
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -65,6 +66,25 @@ class FiniteOnly(TrainerCallback):
         """The memory's parameters, and LoRA's."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+class PushAdapter(TrainerCallback):
+    """Sends the adapter of each checkpoint to the Hub; a Hub that fails does not stop the run."""
+
+    def __init__(self, repo: str, console: Console) -> None:
+        self.repo, self.console = repo, console
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """From the main process."""
+        if state.is_world_process_zero:
+            self.push(Path(args.output_dir) / f"checkpoint-{state.global_step}", f"Step {state.global_step}")
+
+    def push(self, folder: Path, message: str) -> None:
+        """Send an adapter, or say why it was not sent."""
+        try:
+            push_folder(folder, self.repo, message=message)
+        except RetrofitError as error:
+            self.console.print(f"{folder} was not pushed: {error}", highlight=False, soft_wrap=True)
 
 
 class EndOfStage(TrainerCallback):

@@ -57,6 +57,10 @@ def distill(
     nnodes: Annotated[int, typer.Option(min=1, help="Machines; run the same command on each of them.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
     master_addr: Annotated[str | None, typer.Option(help="Address of machine 0.")] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, help="How often all processes are started again, from the last checkpoint, if one fails."),
+    ] = 0,
     master_port: Annotated[int, typer.Option(min=1, help="A free port of machine 0.")] = 29500,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what the run will take, without any weights.")
@@ -83,19 +87,18 @@ def distill(
         given["options"] = {**given.get("options", {}), **pairs("--option", option)}
     recipe = Recipe.from_dict({**values, **given, **pairs("--set", set_)}, source if is_recipe else "flags")
     read = [name for name in (source, recipe.base, recipe.init_adapter, recipe.deepspeed) if name is not None]
-    data = [] if recipe.data is None else [recipe.data]
     if json_file is not None:
-        check_file(json_file, [*read, *data])
+        check_file(json_file, [*read, *recipe.sources])
     if dry_run:
         from distill.dry_run import dry_run as look
 
         look(recipe, peak_tflops=peak_tflops, utilisation=utilisation, json_file=json_file)
         return
     if recipe.output is not None and not resume:
-        check_output(recipe.output, overwrite=True, inputs=read, data=data)
+        check_output(recipe.output, overwrite=True, inputs=read, data=recipe.sources)
     from distill.parallel.launch import Machines, launch
 
-    machines = Machines(nproc, nnodes, node_rank, master_addr, master_port)
+    machines = Machines(nproc, nnodes, node_rank, master_addr, master_port, max_restarts)
     if machines.needed(deepspeed=recipe.deepspeed is not None):
         launch([str(HERE / "cli.py"), *sys.argv[1:]], machines)
         return

@@ -127,7 +127,7 @@ def plan(recipe: Recipe) -> Plan:
     return Plan(
         base_parameters=parameters,
         trained=trained,
-        step_flops=recomputed if recipe.gradient_checkpointing or recipe.segment else plain,
+        step_flops=plain + (recomputed - plain) * (recipe.gradient_checkpointing + (recipe.segment is not None)),
         local_flops=local,
         step_flops_plain=plain,
         step_flops_checkpointed=recomputed,
@@ -172,7 +172,8 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
     drawn = ", ".join(f"{total} tokens in {count} steps" for total, count in sorted(totals.items()))
     flops = f"{plan.step_flops_plain / 1e12:,.3g}, {plan.step_flops_checkpointed / 1e12:,.3g} with checkpointing"
     took = hours(plan, recipe, peak_tflops, utilisation)
-    chosen = "by segments" if recipe.segment else "on" if recipe.gradient_checkpointing else "off"
+    chosen = "on" if recipe.gradient_checkpointing else "off"
+    chosen += ", and each segment is computed twice" if recipe.segment else ""
     local = (
         f"; {plan.local_flops / 1e12:,.3g} in each of {recipe.local_steps} local steps" if recipe.local_steps else ""
     )

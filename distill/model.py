@@ -1,8 +1,10 @@
 """The model that a run starts from: the patched base with a fresh memory, an adapter's or published AHN weights."""
 
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import set_seed
 
 import retrofit
@@ -12,7 +14,10 @@ from patches.config import MemoryConfig
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit import adapter, convert
+from retrofit.calibration import calibrate
 from retrofit.fetch import fetch_folder
+
+CALIBRATED = 8192  # tokens
 
 
 def build_model(recipe: Recipe, *, fresh: bool = False) -> Any:
@@ -28,6 +33,25 @@ def build_model(recipe: Recipe, *, fresh: bool = False) -> Any:
     if recipe.lora:
         add_lora(model, recipe.lora)
     return model
+
+
+def calibrate_on(model: Any, rows: Any) -> None:
+    """Calibrate a fresh memory on ``CALIBRATED`` tokens of the training ``rows``, spread evenly over them.
+
+    Of a stream, its first rows are taken. Memories that have nothing to calibrate are left as they are.
+    """
+    if not any(memory.calibrates for memory in model.model.memories().values()):
+        return
+    if isinstance(rows, Sized):
+        long = len(rows[0]["input_ids"])  # type: ignore[index]
+        count = min(len(rows), -(-CALIBRATED // long))
+        taken = [rows[index * len(rows) // count] for index in range(count)]  # type: ignore[index]
+    else:
+        taken, read, stream = [], 0, iter(rows)
+        while read < CALIBRATED and (row := next(stream, None)) is not None:
+            taken.append(row)
+            read += len(row["input_ids"])
+    calibrate(model, [torch.as_tensor(row["input_ids"]).long()[None] for row in taken])
 
 
 def _patched(recipe: Recipe, fresh: bool) -> Any:

@@ -97,11 +97,12 @@ class Objective:
     def _in_segments(self, student: Any, model: Any, tokens: Batch, targets: Tensor, scored: Tensor) -> Tensor:
         """:meth:`losses`, with the activations of one segment at a time."""
         losses: list[Tensor] = []  # (B, n) of each segment
+        decoder = model.get_decoder()
 
         def read_all(read: Read) -> Tensor:
             offloads = self.offload_teacher and scored.is_cuda  # elsewhere it is in main memory anyway
-            teacher = Reader(read, tokens, DynamicCache(config=model.config, offloading=offloads))
-            own = Reader(read, tokens, DynamicCache(config=model.config))
+            teacher = Reader(read, decoder, tokens, DynamicCache(config=model.config, offloading=offloads))
+            own = Reader(read, decoder, tokens, DynamicCache(config=model.config))
             for number, piece in enumerate(pieces(scored.shape[1], self.segment or 1)):
                 taught = self._teach(model, partial(teacher.states, piece)).to("cpu")
                 if self.segments_back and number % self.segments_back == 0:
@@ -115,7 +116,7 @@ class Objective:
                 losses.append(own.twice(piece, learn))
             return losses[-1].new_zeros(len(scored), 1, model.config.hidden_size)
 
-        with in_segments(model.get_decoder(), read_all):
+        with in_segments(decoder, read_all):
             student(**tokens, use_cache=False, logits_to_keep=1)
         return torch.cat(losses, 1)[scored]
 

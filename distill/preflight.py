@@ -1,7 +1,10 @@
 """What a run refuses before it loads its base: the recipe's memory, its reporters, its LoRA, its DeepSpeed file."""
 
+import re
 from typing import Any
 
+import torch
+from transformers import get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -10,6 +13,9 @@ from distill.parallel.zero import read_config
 from distill.recipe import Recipe
 from patches.errors import RetrofitError, nearest
 from patches.kinds import KINDS, find_kind
+from retrofit.hub_errors import first_line
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -23,7 +29,18 @@ def check_recipe(recipe: Recipe) -> None:
     _check_reporters(recipe.report_to)
     if recipe.lora:
         check_settings(recipe.lora)
+    _check_schedule(recipe)
+    if recipe.push_to is not None and not HUB_ID.fullmatch(recipe.push_to):
+        raise RetrofitError(f"push_to: {recipe.push_to!r} names no repository of the Hub: write user/name")
     read_config(recipe.deepspeed)
+
+
+def _check_schedule(recipe: Recipe) -> None:
+    idle = torch.optim.SGD([torch.zeros(1)])
+    try:
+        get_scheduler(recipe.scheduler, idle, 1, max(2, recipe.steps), recipe.scheduler_options or None)
+    except (TypeError, ValueError) as error:
+        raise RetrofitError(f"scheduler_options do not fit {recipe.scheduler}: {first_line(error)}") from None
 
 
 def find_trainable(memory: str) -> Any:

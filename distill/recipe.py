@@ -60,6 +60,15 @@ class Recipe:
     seq_len: int = setting(512, "Tokens of a packed row, and the most that are kept of a conversation.", least=2)
     min_length: int = setting(0, "Leave out documents and conversations of at most this many tokens.", least=0)
     max_samples: int | None = setting(None, "Read only this many documents or conversations, the first ones.", least=1)
+    mix: dict[str, Any] = setting(
+        dict, "Further sources, each with how often its rows are read in a pass: {code.jsonl: 2, speeches.txt: 0.5}."
+    )
+    eval_data: str | None = setting(None, "A source that is scored instead of a part of the data.")
+    packing: bool = setting(
+        True,
+        "Join documents and cut them into rows; false gives each document rows of its own, so that no memory goes from "
+        "one to the next.",
+    )
     streaming: bool = setting(False, "Read the data while training, for data that fits neither memory nor disk.")
     holdout: float = setting(
         0.1, "Share of the data, from its end, that is held out of training and scored.", least=1e-9, below=1
@@ -68,6 +77,7 @@ class Recipe:
 
     # the fit
     steps: int = setting(600, "Optimizer steps.", least=1, argument="max_steps")
+    epochs: float | None = setting(None, "Passes over the data, which then decide the number of steps.", above=0)
     batch_size: int = setting(4, "Rows per process and forward pass.", least=1, argument="per_device_train_batch_size")
     gradient_accumulation_steps: int = setting(
         1, "Forward passes per optimizer step.", least=1, argument="gradient_accumulation_steps"
@@ -88,6 +98,31 @@ class Recipe:
     )
     warmup: float = setting(
         0.1, "Warm-up steps; below 1, their share of all steps.", least=0, most=LARGEST, argument="warmup_steps"
+    )
+    scheduler: str = setting(
+        "cosine",
+        "Schedule of the learning rate after the warm-up.",
+        choices=(
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "cosine_with_min_lr",
+            "polynomial",
+            "constant",
+            "constant_with_warmup",
+            "inverse_sqrt",
+            "warmup_stable_decay",
+        ),
+        argument="lr_scheduler_type",
+    )
+    scheduler_options: dict[str, Any] = setting(
+        dict, "Its options, by transformers' names: {min_lr: 0.001}.", argument="lr_scheduler_kwargs"
+    )
+    optimizer: str = setting(
+        "adamw_torch_fused",
+        "Optimizer, by transformers' name.",
+        choices=("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "rmsprop", "adagrad"),
+        argument="optim",
     )
     weight_decay: float = setting(0.0, "AdamW's weight decay.", least=0, most=1, argument="weight_decay")
     adam_beta2: float = setting(0.98, "AdamW's second beta.", least=0, below=1, argument="adam_beta2")
@@ -113,6 +148,16 @@ class Recipe:
         choices=("next", "ahn"),
         argument="label_shift",
     )
+    group_by_length: bool = setting(
+        False, "Put rows of like length into one batch, which saves padding.", argument="group_by_length"
+    )
+    workers: int = setting(
+        0,
+        "Processes that read rows ahead of each training process.",
+        least=0,
+        most=64,
+        argument="dataloader_num_workers",
+    )
     gradient_checkpointing: bool = setting(
         False, "Compute activations again in the backward pass instead of keeping them."
     )
@@ -135,6 +180,9 @@ class Recipe:
     deepspeed: str | None = setting(
         None, "DeepSpeed's ZeRO instead of plain data parallelism: zero2, zero3 or a DeepSpeed JSON file."
     )
+    tf32: bool = setting(
+        False, "Take products of float32 numbers in TF32 on a GPU: faster, with 10 bits behind the point."
+    )
     seed: int = setting(
         0, "Seed of the memory's start and of the rows' order.", least=0, most=2**32 - 1, argument="seed"
     )
@@ -143,6 +191,12 @@ class Recipe:
     eval_steps: int = setting(100, "Steps between two evaluations.", least=1, argument="eval_steps")
     save_steps: int = setting(100, "Steps between two checkpoints.", least=1, argument="save_steps")
     save_total_limit: int = setting(2, "Checkpoints to keep, the last ones.", least=1, argument="save_total_limit")
+    patience: int | None = setting(
+        None,
+        "Stop after so many evaluations without a smaller held-out KL, and take the best checkpoint.",
+        least=1,
+    )
+    push_to: str | None = setting(None, "Repository of the Hub that gets the adapter with every checkpoint: user/name.")
 
     def __post_init__(self) -> None:
         for name, key in settings(Recipe).items():
@@ -154,12 +208,23 @@ class Recipe:
                 f"min_length: {self.min_length} would leave out every conversation, because seq_len cuts them to "
                 f"{self.seq_len} tokens"
             )
+        for source, weight in self.mix.items():
+            if type(weight) not in (int, float) or not 0 < weight <= 1000:
+                raise RetrofitError(
+                    f"mix: {source}: {weight!r} is not how often its rows are read: give a number above 0, at most 1000"
+                )
+        if self.streaming and (self.mix or self.epochs or self.workers or self.group_by_length):
+            raise RetrofitError(
+                "streaming: a stream has no known length and one reader: leave out mix, epochs, workers and "
+                "group_by_length, or leave out streaming"
+            )
+        if self.patience and self.save_steps % self.eval_steps:
+            raise RetrofitError(
+                f"patience: a checkpoint is as good as its evaluation, so save_steps ({self.save_steps}) must be a "
+                f"multiple of eval_steps ({self.eval_steps})"
+            )
         if self.segment is None and (self.segments_back or self.offload_teacher):
             raise RetrofitError("segments_back and offload_teacher go with segment: set segment, or leave them out")
-        if self.segment is not None and self.gradient_checkpointing:
-            raise RetrofitError(
-                "segment: the backward pass computes each segment again anyway: set gradient_checkpointing to false"
-            )
         if self.local_steps > self.steps:
             raise RetrofitError(
                 f"local_steps: {self.local_steps} is more than all steps, {self.steps}, of which they are the first: "
@@ -200,6 +265,11 @@ class Recipe:
             if getattr(self, name) is None:
                 raise RetrofitError(f"the recipe has no {name!r}: set it in the recipe or with --{name}")
         return str(self.base), str(self.data), Path(str(self.output))
+
+    @property
+    def sources(self) -> list[str]:
+        """Everything that is read as data."""
+        return [source for source in (self.data, *self.mix, self.eval_data) if source is not None]
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary, every key in it."""

@@ -1,11 +1,12 @@
 """One run from recipe to results: load the base, patch it, fit the memory, score it, write everything to one folder."""
 
+import math
 import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,19 +15,19 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from transformers import PrinterCallback, TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 import retrofit
 from distill.arguments import CHECKPOINTING, DistillArguments
-from distill.callbacks import RunLog, ShowProgress, StopOnSignal, seconds
+from distill.callbacks import PushAdapter, RunLog, ShowProgress, StopOnSignal, seconds
 from distill.checkpoint import STATE, checkpoints, step_of
 from distill.data.split import Split, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
-from distill.model import build_model
+from distill.model import build_model, calibrate_on
 from distill.parallel import EXIT_STATUS
-from distill.parallel.processes import Processes, join, trainer_settings
+from distill.parallel.processes import Processes, join, started_again, trainer_settings
 from distill.parallel.zero import agreeing, find_config, is_partitioned, whole
 from distill.preflight import check_recipe, reporters
 from distill.progress import progress_bar
@@ -66,6 +67,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         SystemExit: with status 130, when interrupted.
     """
     base, data, output = recipe.places()
+    resume = resume or (started_again() and (output / RECIPE_FILE).is_file())
     engine = find_config(recipe.deepspeed)
     processes = join(deepspeed=engine is not None)
     console = Console(stderr=True, quiet=not processes.main)
@@ -75,7 +77,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         check_same_recipe(recipe, output)
     elif processes.main:
         read = [name for name in (base, recipe.init_adapter, recipe.deepspeed) if name is not None]
-        check_output(output, overwrite, inputs=read, data=[data])
+        check_output(output, overwrite, inputs=read, data=recipe.sources)
     # the main process looks for all: what one finds while another is at work would differ
     checkpoint = processes.same(last_whole(output, console) if resume and processes.main else None)
     check_recipe(recipe)
@@ -98,7 +100,12 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
             min_length=recipe.min_length,
             max_samples=recipe.max_samples,
             streaming=recipe.streaming,
+            packing=recipe.packing,
+            mix=recipe.mix,
+            eval_data=recipe.eval_data,
         )
+    if recipe.epochs is not None and isinstance(split.train, Sized):
+        recipe = replace(recipe, steps=steps_of(recipe, len(split.train), processes.count))
     split.check_scored(recipe.window + recipe.sinks, recipe.eval_rows)
     if not recipe.streaming:
         console.print(split.sentence(), highlight=False, soft_wrap=True)
@@ -106,8 +113,13 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     if resume:
         check_same_data(output, found)
     model = build_model(recipe, fresh=checkpoint is not None)
+    if checkpoint is None and recipe.init_adapter is None:
+        calibrate_on(model, split.train)
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
         raise RetrofitError(f"the base of the run in {output} is not the one that it was started with: {other}")
+    torch.set_float32_matmul_precision("high" if recipe.tf32 else "highest")  # of the backward pass, too
+    for memory in model.model.memories().values():
+        memory.tf32 = recipe.tf32
     sizes = {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()}
     processes.wait()  # each has loaded the base at its own pace
     if resume and processes.main:
@@ -166,9 +178,18 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
             model = whole(base, output / "adapter", recipe.dtype)
         export_model(model, output / "model", tokenizer, overwrite=True, details=details)
         write_json(output / "metrics.json", finite(metrics))  # a gradient's norm in the curve may be infinite
+        if recipe.push_to:
+            PushAdapter(recipe.push_to, console).push(output / "adapter", "The fitted memory")
         print_table(title(recipe, split), rows, COLUMNS)
     processes.leave()
     return metrics if processes.main else {}
+
+
+def steps_of(recipe: Recipe, rows: int, processes: int) -> int:
+    """Optimizer steps of ``recipe.epochs`` passes over so many rows, as transformers counts them."""
+    assert recipe.epochs is not None
+    batches = -(-rows // (recipe.batch_size * processes))
+    return max(1, math.ceil(recipe.epochs * -(-batches // recipe.gradient_accumulation_steps)))
 
 
 def _clear(output: Path) -> None:
@@ -225,15 +246,22 @@ class _Fit:
         done = step_of(checkpoint) if checkpoint else 0
         if checkpoint is not None and done >= recipe.steps:
             begin()
+            state = TrainerState.load_from_json(str(checkpoint / STATE))
+            if recipe.patience and state.best_model_checkpoint:
+                checkpoint = Path(state.best_model_checkpoint)
             load_memory_weights(self.model.to(self.processes.device), checkpoint / WEIGHTS)
             if recipe.lora:
                 load_lora(self.model, checkpoint / LORA)
-            return None, TrainerState.load_from_json(str(checkpoint / STATE))
+            return None, state
         args = self._arguments(engine)
         held_out = self.split.held_out.head(recipe.eval_rows)
         trainer = DistillTrainer(self.model, args, self.split.train, held_out, self.split.collator)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Begin(begin))
+        if recipe.patience:
+            trainer.add_callback(EarlyStoppingCallback(recipe.patience))
+        if recipe.push_to:
+            trainer.add_callback(PushAdapter(recipe.push_to, self.console))
         trainer.add_callback(RunLog(Path(args.output_dir) / "log.jsonl"))
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         with (
@@ -262,6 +290,7 @@ class _Fit:
             per_device_eval_batch_size=recipe.batch_size,
             logging_steps=1,  # a loss is averaged since the last log: one per step stays the same across a resumption
             eval_strategy="steps",
+            load_best_model_at_end=recipe.patience is not None,
             dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=True,
             report_to=reporters(recipe.report_to),

@@ -7,11 +7,13 @@ hands the gradient on through the cache. That gradient is the whole row's. What 
 teacher's cache, which main memory can hold, and its hidden states, which main memory does hold.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
@@ -33,33 +35,36 @@ def pieces(length: int, size: int) -> list[slice]:
 class Reader:
     """A decoder that reads a row piece after piece into a cache."""
 
-    def __init__(self, read: Read, tokens: Mapping[str, Tensor], cache: DynamicCache):
+    def __init__(self, read: Read, decoder: Any, tokens: Mapping[str, Tensor], cache: DynamicCache):
         """
         Args:
             read: the decoder's forward.
+            decoder: the module itself.
             tokens: ``input_ids`` (B, T) and, where rows are padded, ``attention_mask``.
             cache: an empty one.
         """
-        self.read, self.tokens, self.cache = read, tokens, cache
+        self.read, self.decoder, self.tokens, self.cache = read, decoder, tokens, cache
 
     def states(self, piece: slice) -> Tensor:
         """Hidden states (B, n, E) of the tokens in ``piece``, which follow those in the cache."""
         mask = self.tokens.get("attention_mask")
-        found: Tensor = self.read(
-            input_ids=self.tokens["input_ids"][:, piece],
-            attention_mask=None if mask is None else mask[:, : piece.stop],
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state
+        with _layer_by_layer(self.decoder):
+            found: Tensor = self.read(
+                input_ids=self.tokens["input_ids"][:, piece],
+                attention_mask=None if mask is None else mask[:, : piece.stop],
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state
         return found
 
     def twice(self, piece: slice, use: Callable[[Callable[[], Tensor]], Tensor]) -> Tensor:
         """What ``use`` makes of the piece's :meth:`states`, which it calls for; computed again in the backward pass."""
-        before = self.cache
+        # the graph keeps this function; did it keep this reader, whose cache keeps the graph, none would ever be freed
+        begin, before = partial(Reader, self.read, self.decoder, self.tokens), self.cache
 
         def turn() -> tuple[Tensor, DynamicCache]:
-            own = Reader(self.read, self.tokens, _copied(before))  # the second time begins where the first one did
-            return use(lambda: own.states(piece)), own.cache
+            own = begin(_copied(before))  # the second time begins where the first one did
+            return use(partial(own.states, piece)), own.cache
 
         made, self.cache = checkpoint(turn, use_reentrant=False)
         return made
@@ -97,8 +102,89 @@ def in_segments(decoder: Any, read_all: Callable[[Read], Tensor]) -> Iterator[No
 def _copied(cache: DynamicCache) -> DynamicCache:
     """A cache that goes its own way: nothing that is added to it is seen by ``cache``. No tensor is copied."""
     own = copy(cache)
-    own.layers = [copy(layer) for layer in cache.layers]
-    for layer in own.layers:
-        if hasattr(layer, "state"):
-            layer.state = dict(layer.state)
+    own.layers = [_copied_layer(layer) for layer in cache.layers]
     return own
+
+
+def _copied_layer(layer: Any) -> Any:
+    own = copy(layer)
+    if hasattr(own, "state"):
+        own.state = dict(own.state)
+    return own
+
+
+@contextmanager
+def _layer_by_layer(decoder: Any) -> Iterator[None]:
+    """Inside the block, gradient checkpointing keeps the cache of each layer, which transformers' leaves out."""
+    if not getattr(decoder, "gradient_checkpointing", False) or not torch.is_grad_enabled():
+        yield
+        return
+    hooked = [vars(layer).get("forward") for layer in decoder.layers]
+    for layer in decoder.layers:
+        layer.forward = _recomputed(layer, layer.forward)
+    try:
+        with _plain(decoder, *decoder.layers):
+            yield
+    finally:
+        for layer, forward in zip(decoder.layers, hooked, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def _recomputed(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward whose activations are dropped, and computed again from its input and its cache as it was."""
+    index = layer.self_attn.layer_idx
+
+    def run(hidden: Tensor, *args: Any, past_key_values: DynamicCache, **kwargs: Any) -> Any:
+        # what the graph keeps must neither keep the graph nor, but as an argument, what is dropped with the activations
+        whole, tensors = _taken_apart(past_key_values.layers[index])
+        empty = copy(past_key_values)
+        empty.layers = [None] * len(past_key_values.layers)
+
+        def turn(hidden: Tensor, *tensors: Tensor) -> tuple[Any, Any]:
+            own = copy(empty)
+            own.layers = [*empty.layers]
+            own.layers[index] = whole(tensors)
+            with _plain(layer):
+                return forward(hidden, *args, past_key_values=own, **kwargs), own.layers[index]
+
+        made, past_key_values.layers[index] = checkpoint(turn, hidden, *tensors, use_reentrant=False)
+        return made
+
+    return run
+
+
+def _taken_apart(layer: Any) -> tuple[Callable[[Sequence[Tensor]], Any], list[Tensor]]:
+    """A function that makes a cache's layer of its tensors, and these."""
+    hollow = _copied_layer(layer)
+    names = [name for name, value in vars(hollow).items() if isinstance(value, Tensor)]
+    states = list(getattr(hollow, "state", ()))
+    tensors = [getattr(hollow, name) for name in names] + [hollow.state[name] for name in states]
+    for name in names:
+        setattr(hollow, name, None)
+    if states:
+        hollow.state = {}
+
+    def whole(tensors: Sequence[Tensor]) -> Any:
+        made = _copied_layer(hollow)
+        for name, tensor in zip(names, tensors, strict=False):
+            setattr(made, name, tensor)
+        if states:
+            made.state = dict(zip(states, tensors[len(names) :], strict=True))
+        return made
+
+    return whole, tensors
+
+
+@contextmanager
+def _plain(*modules: Any) -> Iterator[None]:
+    """Inside the block transformers' own checkpointing of these modules is off."""
+    before = [module.gradient_checkpointing for module in modules]
+    for module in modules:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module, switched in zip(modules, before, strict=True):
+            module.gradient_checkpointing = switched

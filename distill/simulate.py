@@ -90,20 +90,19 @@ def step_bytes(
     def peak(layers: int, tokens: int = tokens) -> int:
         return _run(config, settings, rows, tokens, dtype, checkpointing, objective, layers)
 
-    more_layers = config.num_hidden_layers - 2
+    def of_all_layers(tokens: int = tokens) -> int:
+        two = peak(2, tokens)
+        return two + (config.num_hidden_layers - 2) * (peak(3, tokens) - two)
+
     if objective.segment is not None:
-        # a few segments past the window each adds as much as the one before: the teacher's cache, what is carried, and,
-        # once for all layers, the teacher's hidden states
+        # a few segments past the window, each adds as much as the one before
         few = objective.segment * (2 - -(settings.window + settings.sinks) // objective.segment)
         if tokens > few + objective.segment:
-            two, states = peak(2, few), rows * objective.segment * config.hidden_size * dtype.itemsize
-            grown = peak(2, few + objective.segment) - two - states
-            more = (tokens - few) * (grown * config.num_hidden_layers // 2 + states) // objective.segment
-            return two + more_layers * (peak(3, few) - two) + more
-    two = peak(2)
-    if checkpointing:
-        return two + more_layers * rows * tokens * config.hidden_size * dtype.itemsize  # only a layer's input is kept
-    return two + more_layers * (peak(3) - two)
+            some, more = of_all_layers(few), of_all_layers(few + objective.segment)
+            return some + (more - some) * (tokens - few) // objective.segment
+    elif checkpointing:  # a layer's input is all that is kept of it
+        return peak(2) + (config.num_hidden_layers - 2) * rows * tokens * config.hidden_size * dtype.itemsize
+    return of_all_layers()
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl
 
 from distill.arguments import DistillArguments
 from distill.callbacks import EndOfStage, FiniteOnly
 from distill.checkpoint import STATE, drop_oldest, write_checksums
-from distill.data.rows import EvenRows, longer_than
+from distill.data.rows import ByLength, EvenRows, longer_than
 from distill.local import LocalFit
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
@@ -162,6 +162,14 @@ class DistillTrainer(Trainer):
         lossless = sum(self._step_window)
         count = sum(self.objective.scored(batch["labels"], lossless).sum() for batch in batches)
         return batches, self.accelerator.reduce(torch.as_tensor(count, device=device), reduction="sum")
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        data: Any = self.train_dataset if train_dataset is None else train_dataset
+        if not self.args.group_by_length:
+            return super()._get_train_sampler(train_dataset)
+        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        assert self.args.data_seed is not None
+        return ByLength(batch, data, self.args.data_seed)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()

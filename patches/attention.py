@@ -47,7 +47,7 @@ class MemoryAttention(Host):
         """What every key ``(H_kv * D,)`` holds before its rotation; families that normalise keys have none."""
         if self.k_proj.bias is None:
             return None
-        return self.k_proj(x.new_zeros(x.shape[-1]))  # called: an offloaded bias is nowhere else
+        return self.k_proj(x.new_zeros(1, x.shape[-1]))[0]  # called: an offloaded bias is nowhere else
 
     def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys ``(.., D)`` before rotation; families that normalise them override this."""

@@ -224,7 +224,10 @@ class ExpectedAttention(WindowOnly):
             pieces.append(self._joined(step, local[:, queries], queries, candidates, choice.alive))
             held = {name: pick(x, choice.kept) for name, x in candidates.items()}
         state.update(held)
-        return torch.cat([local[:, : gone.first], *pieces], 1), None
+        assert step.lse is not None
+        outs, masses = zip(*pieces, strict=True)
+        step.lse = torch.cat([step.lse[:, : gone.first], *masses], 1)  # for what may join after the rows
+        return torch.cat([local[:, : gone.first], *outs], 1), None
 
     def _arrival(self, step: Step, gone: Evicted) -> Tensor:
         """Index of each evicted token in its own text ``(1 or B, count)``."""
@@ -271,8 +274,9 @@ class ExpectedAttention(WindowOnly):
         k = rotate(k.flatten(0, 1).unsqueeze(1), cos.to(dtype), sin.to(dtype)).squeeze(1).unflatten(0, k.shape[:2])
         return k.to(step.k.dtype), v.to(step.v.dtype)
 
-    def _joined(self, step: Step, local: Tensor, queries: slice, rows: Rows, alive: Tensor) -> Tensor:
-        """The window's output ``(B, m, H, D)`` of some queries with the rows that each sees in the same softmax."""
+    def _joined(self, step: Step, local: Tensor, queries: slice, rows: Rows, alive: Tensor) -> tuple[Tensor, Tensor]:
+        """The window's output ``(B, m, H, D)`` of some queries with the rows that each sees in the same softmax, and
+        the log-sum-exp ``(B, m, H)`` of all their logits."""
         assert step.lse is not None
         k, v = self._restored(rows, step)
         q = step.q[:, :, queries].unflatten(1, (self.kv_heads, -1)).flatten(0, 1)  # (B H_kv, G, m, D)
@@ -281,5 +285,6 @@ class ExpectedAttention(WindowOnly):
         out, lse = attention_lse(q, k.flatten(0, 1), v.flatten(0, 1), seen, step.scale, step.dropout)
         lse = lse.masked_fill(nothing.flatten(0, 1).squeeze(-1).unsqueeze(1), -math.inf)
         out, lse = (x.unflatten(0, alive.shape[:2]).flatten(1, 2).transpose(1, 2) for x in (out, lse))  # (B, m, H, ..)
-        share = (lse - step.lse[:, queries].to(lse.dtype)).sigmoid().unsqueeze(-1)
-        return local + (share * (out.to(share.dtype) - local)).to(local.dtype)
+        near = step.lse[:, queries].to(lse.dtype)
+        share = (lse - near).sigmoid().unsqueeze(-1)
+        return local + (share * (out.to(share.dtype) - local)).to(local.dtype), torch.logaddexp(near, lse)

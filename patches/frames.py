@@ -4,10 +4,15 @@ Row memories work in blocks. In a left-padded batch the blocks of two rows lie a
 shifts the rows until they coincide, and back.
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as fill
 from torch.nn.functional import scaled_dot_product_attention
+
+T = TypeVar("T")
 
 
 class Frame:
@@ -41,6 +46,13 @@ class Frame:
         self.base = [max(start, 0) // unit * unit for start in self.start]
         ahead = max(start - base for start, base in zip(self.start, self.base, strict=True)) + n
         self.size = max(-(-ahead // unit), 1) * unit
+        self._made: dict[Any, Any] = {}
+
+    def once(self, name: Any, make: Callable[[], T]) -> T:
+        """What ``make`` gives, made for the first layer that asks for ``name`` and kept for the others."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     @property
     def last(self) -> list[int]:

@@ -7,37 +7,43 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .kernels import decode_attention
+from .linear import cast
 from .lse import attention_lse
 
-GATHERED = 2**22  # keys gathered at a time, in elements: bounds the extra memory of overlapping blocks
+GATHERED = 2**22  # keys gathered at a time on a CPU, in elements: bounds the extra memory of overlapping blocks
+GPU_GATHERED = 2**28  # and on a GPU, where launches count; not measured
 
 # what queries see in one place (N, n, H, D), and the log-sum-exp of their logits there (N, n, H)
 Part = tuple[Tensor, Tensor]
 
 
-def look(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Part:
+def look(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, causal: bool = False
+) -> Part:
     """Attention in one place, of which a query may see nothing: its log-sum-exp is then -inf.
 
     Args:
         q: ``(N, H, n, D)``.
         k, v: ``(N, H_kv, m, D)``.
         mask: True where a query sees a key, ``(1 or N, n, m)``; None: everywhere.
+        causal: without a mask, the queries are those of the last n keys, and see no later ones.
     """
+    if mask is None:
+        return decode_attention(q, k, v, scale=scale, dropout=dropout, lse=True, causal=causal)  # type: ignore
     kv_heads, n = k.shape[1], q.shape[2]
     q = q.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # (N H_kv, G, n, D)
-    nothing = None
-    if mask is not None:
-        nothing = ~mask.any(-1, keepdim=True)  # no key at all would be NaN
-        mask = (mask | nothing).unsqueeze(1)
-        if len(mask) > 1:
-            mask = mask.repeat_interleave(kv_heads, 0)
+    nothing = ~mask.any(-1, keepdim=True)  # no key at all would be NaN
+    mask = (mask | nothing).unsqueeze(1)
+    if len(mask) > 1:
+        mask = mask.repeat_interleave(kv_heads, 0)
     if n == 1:  # the heads of a group as queries of one head: the kernel then reads each key once, not once for each
         q = q.transpose(1, 2)
     out, lse = attention_lse(q, k.flatten(0, 1), v.flatten(0, 1), mask, scale, dropout)
     if n == 1:
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     out, lse = (x.unflatten(0, (-1, kv_heads)).flatten(1, 2).transpose(1, 2) for x in (out, lse))
-    return out, lse if nothing is None else lse.masked_fill(nothing, float("-inf"))
+    return out, lse.masked_fill(nothing, float("-inf"))
 
 
 def join(*parts: Part) -> Tensor:
@@ -51,7 +57,7 @@ def join(*parts: Part) -> Tensor:
     """
     shares = torch.stack([lse for _, lse in parts]).softmax(0).unsqueeze(-1)
     joined = sum(out * share for (out, _), share in zip(parts, shares, strict=True))
-    return joined.to(parts[0][0].dtype)
+    return cast(joined, parts[0][0].dtype)
 
 
 class Place(NamedTuple):
@@ -75,6 +81,7 @@ def look_in_blocks(
     there: Callable[[range], Tensor | None],
     scale: float,
     dropout: float,
+    causal: bool = False,
 ) -> Part:
     """:func:`look` for many queries, ``size`` at a time, each block with its own stretch of every place.
 
@@ -82,6 +89,7 @@ def look_in_blocks(
         q: ``(B, H, F, D)``.
         sight: which keys the queries of a block see if they are there, ``(1, size, keys)``.
         there: for some blocks, which of their keys are there ``(1 or B, blocks, keys)``; None: all.
+        causal: whether ``sight`` hides from a query nothing but the keys behind its own, the last ``size`` of all.
 
     Returns:
         Both for ``(B, F, H)``.
@@ -89,15 +97,18 @@ def look_in_blocks(
     length, extra = q.shape[2], -q.shape[2] % size
     q = pad(q, (0, 0, 0, extra)).unflatten(2, (-1, size)).transpose(1, 2)  # (B, blocks, H, size, D)
     k = places[0].k
-    together = max(1, GATHERED // (k.shape[0] * k.shape[1] * k.shape[3] * sight.shape[2]))
+    most = GATHERED if k.device.type == "cpu" else GPU_GATHERED
+    together = max(1, most // (k.shape[0] * k.shape[1] * k.shape[3] * sight.shape[2]))
     parts = []
     for first in range(0, q.shape[1], together):
         blocks = range(first, min(first + together, q.shape[1]))
         keys = torch.cat([_gather(place.k, place, blocks) for place in places], 3).flatten(0, 1)
         values = torch.cat([_gather(place.v, place, blocks) for place in places], 3).flatten(0, 1)
         held = there(blocks)
-        mask = sight if held is None else (sight & held.unsqueeze(2)).expand(len(q), -1, -1, -1).flatten(0, 1)
-        part = look(q[:, blocks.start : blocks.stop].flatten(0, 1), keys, values, mask, scale, dropout)
+        mask = None if causal else sight
+        if held is not None:
+            mask = (sight & held.unsqueeze(2)).expand(len(q), -1, -1, -1).flatten(0, 1)
+        part = look(q[:, blocks.start : blocks.stop].flatten(0, 1), keys, values, mask, scale, dropout, causal)
         parts.append([x.unflatten(0, (-1, len(blocks))).flatten(1, 2) for x in part])
     out, lse = (torch.cat(x, 1)[:, :length] for x in zip(*parts, strict=True))
     return out, lse

@@ -152,8 +152,7 @@ class JointMemory(WindowOnly):
                 f"memory 'joint' needs heads of 4 or more, this base has {self.head_dim}: use 'ahn-gdn'"
             )
         self.both = options.branches == "both"
-        # with the column of ones a feature less keeps a state within AHN's D^2: 2 (D/2 - 1) (D + 1) < D^2
-        self.features = options.features or (self.head_dim // 2 - 1 if self.both else self.head_dim - 1)
+        self.features = options.features or self.usual_features()
         self.states = self.kv_heads if options.shared_state else self.heads  # H_s
         shape = (self.hidden_size, self.heads, self.states, self.head_dim, self.features)
         self.linear = LinearBranch(*shape)
@@ -162,6 +161,11 @@ class JointMemory(WindowOnly):
         self.window_weight = nn.Parameter(torch.empty(self.heads))  # w
         if self.both:
             self.familiarity = nn.Parameter(torch.empty(self.heads))  # r
+
+    def usual_features(self) -> int:
+        """F where nothing is said."""
+        # with the column of ones a feature less keeps a state within AHN's D^2: 2 (D/2 - 1) (D + 1) < D^2
+        return self.head_dim // 2 - 1 if self.both else self.head_dim - 1
 
     def reset_parameters(self) -> None:
         self.linear.reset_parameters(logit=0.0)

@@ -141,14 +141,18 @@ def window_attention(
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, lse: bool = False
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, lse: bool = False, causal: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """One token on a full cache, every key of which it sees: ``q`` (B, H, 1, D), ``k``, ``v`` (B, H_kv, m, D).
+    """Queries on keys all of which they see: a token on a full cache, ``q`` (B, H, n, D), ``k``, ``v`` (B, H_kv, m, D).
+
+    Args:
+        causal: the queries are those of the last n keys, and see no later ones.
 
     Returns:
-        ``(B, 1, H, D)``, and with ``lse`` the log-sum-exp ``(B, 1, H)`` of its logits, else None.
+        ``(B, n, H, D)``, and with ``lse`` the log-sum-exp ``(B, n, H)`` of its logits, else None.
     """
-    return choose("decode_attention", q, k, v)(q, k, v, scale=scale, dropout=dropout, lse=lse)
+    how = {"scale": scale, "dropout": dropout, "lse": lse, "causal": causal}
+    return choose("decode_attention", q, k, v)(q, k, v, **how)
 
 
 # ---- the torch forms: heads before tokens, in float32 or wider ----
@@ -243,10 +247,10 @@ def _flex_window(q: Tensor, *rows: Tensor, lse: bool, max_pad: int, dropout: flo
     return flex_window(q, *rows, lse=lse, **how)
 
 
-def _flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, lse: bool) -> Any:
+def _flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, lse: bool, causal: bool) -> Any:
     if dropout or not lse or not fits(q.shape[-1], False):
-        return blocked_decode(q, k, v, scale=scale, dropout=dropout, lse=lse)
-    return flash_decode(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale)
+        return blocked_decode(q, k, v, scale=scale, dropout=dropout, lse=lse, causal=causal)
+    return flash_decode(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale, causal=causal)
 
 
 def _torch_window(

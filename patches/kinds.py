@@ -11,6 +11,7 @@ from .expected import ExpectedAttention
 from .h2o import H2O
 from .infini import InfiniAttention
 from .joint import JointMemory
+from .joint_rows import JointRows
 from .kvm import KVM
 from .memory import Memory
 from .on_window import WindowOnly
@@ -32,6 +33,7 @@ KINDS: dict[str, type[Memory]] = {
         KVM,
         Compressive,
         ExpectedAttention,
+        JointRows,
     )
 }
 

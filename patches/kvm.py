@@ -20,7 +20,7 @@ from .joined import join, look
 from .kvm_blocks import Rule, attend_blocks, no_rows
 from .kvm_budget import Budget, Schedule, schedule
 from .kvm_rows import absorb, prepare, read_rows
-from .linear import WideLinear, wide
+from .linear import WideLinear, cast, wide
 from .memory import Joined, Kept, Memory
 from .options import Options, above_zero, true_or_false, whole_number
 from .rotary import rotate, unrotate
@@ -123,7 +123,7 @@ class RotaryKeys:
 
     def _tables(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cos, sin = self.now.turn(index + self.origin)
-        return cos.to(dtype), sin.to(dtype)
+        return cast(cos, dtype), cast(sin, dtype)
 
     def _zero(self) -> Tensor:
         """The index ``(1 or B, 1)`` that has rotary position 0: where queries and rows meet without any."""
@@ -230,7 +230,7 @@ class KVM(Memory):
         frame = now.frame(self.sinks, self.chunk, now.seen, now.new)
         bias = None
         if step.key_bias is not None:
-            bias = step.key_bias.to(wide(step.k.dtype)).view(self.kv_heads, 1, -1)
+            bias = cast(step.key_bias, wide(step.k.dtype)).view(self.kv_heads, 1, -1)
         keys = RotaryKeys(now, now.offset[:, None] + frame.column(frame.skip), bias, self.options.positions)
         if layer is not None and self._one_more(step, layer, frame):
             return self._decode(step, layer, frame, keys, rule), None
@@ -270,7 +270,7 @@ class KVM(Memory):
             active = [x != y for x, y in zip(old, new, strict=True)]
             rows = absorb(rows, blocks, 0, keys, before, after, active)
             layer.state["rows"] = rows
-        layer.push(step.k, step.v, step.gates)
+        layer.push(step.k, step.v, step.gates, step.now.places(self.window, self.sinks))
 
         begin = [max(0, (index // self.chunk + 1) * self.chunk - self.window) for index in frame.start]
         now = step.now
@@ -279,9 +279,9 @@ class KVM(Memory):
         counts, most = [schedule.rows(n) for n in new], rows.shape[2]
         if max(counts):
             moved = keys.queries(step.q, frame.column(frame.start))
-            q = (step.q if moved is None else moved) * rule.temperature.to(step.q.dtype)[:, None, None]
+            q = (step.q if moved is None else moved) * cast(rule.temperature, step.q.dtype)[:, None, None]
             edge = frame.column(begin) - 1
-            row_k, row_v = (x[:, 0].to(step.k.dtype) for x in read_rows(rows.unsqueeze(1), keys, edge))
+            row_k, row_v = (cast(x[:, 0], step.k.dtype) for x in read_rows(rows.unsqueeze(1), keys, edge))
             held = None
             if min(counts) < most:
                 held = (torch.arange(most, device=device) < frame.column(counts)).unsqueeze(1)

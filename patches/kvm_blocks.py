@@ -1,13 +1,14 @@
 """KVM's attention over many tokens at once: rows change once per chunk, one after the other; all else is batched."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as fill
 
 from .frames import Frame
-from .joined import GATHERED, Part, Place, join, look, look_in_blocks
+from .joined import GATHERED, GPU_GATHERED, Part, Place, join, look, look_in_blocks
 from .kvm_budget import Schedule
 from .kvm_rows import Keys, absorb, prepare, read_rows
 
@@ -72,10 +73,19 @@ def attend_blocks(
     return (near[0] if far is None else join(near, far)), rows
 
 
+def _done(rule: Rule, frame: Frame) -> list[list[int]]:
+    """Blocks written in each row, before and after the first token of each of the frame's chunks."""
+    done, chunk = [[rule.evicted(start - 1) for start in frame.start]], rule.schedule.chunk
+    for j in range(frame.size // chunk):
+        done.append([rule.evicted(min(b + j * chunk, last)) for b, last in zip(frame.base, frame.last, strict=True)])
+    return done
+
+
 def _near(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, rule: Rule, frame: Frame) -> Part:
     """What queries see of the sinks and of the window, which begins W tokens before the end of their chunk."""
     chunk, window, device = rule.schedule.chunk, rule.schedule.window, q.device
-    size = min(frame.size, max(chunk, window // 4 // chunk * chunk))
+    # several chunks at a time on a CPU; elsewhere one, whose mask is one that kernels know
+    size = min(frame.size, max(chunk, window // 4 // chunk * chunk)) if device.type == "cpu" else chunk
     query, sinks = torch.arange(size, device=device)[:, None], sink_k.shape[2]
     token = torch.arange(window + size - chunk, device=device)  # from W before the end of the block's first chunk
     seen = (token >= query // chunk * chunk) & (token <= query + window - chunk)
@@ -90,7 +100,7 @@ def _near(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, rule:
         return torch.cat([begun.new_ones(*begun.shape[:2], sinks), begun], -1)
 
     places = Place(sink_k, sink_v, 0, sinks), Place(k[:, :, chunk:], v[:, :, chunk:], size, window + size - chunk)
-    return look_in_blocks(q, size, places, sight, there, rule.scale, rule.dropout)
+    return look_in_blocks(q, size, places, sight, there, rule.scale, rule.dropout, causal=size == chunk)
 
 
 def _far(
@@ -98,9 +108,7 @@ def _far(
 ) -> tuple[Part | None, Tensor]:
     """What queries see of the rows (None: there are none), and the rows after the last new token."""
     chunk, window, counts = rule.schedule.chunk, rule.schedule.window, rule.schedule.rows
-    done = [[rule.evicted(start - 1) for start in frame.start]]  # blocks written, before and after each chunk's first
-    for j in range(frame.size // chunk):
-        done.append([rule.evicted(min(b + j * chunk, last)) for b, last in zip(frame.base, frame.last, strict=True)])
+    done = frame.once(("done", window), lambda: _done(rule, frame))
     most = counts(max(done[-1]))
     if not most:
         return None, rows
@@ -112,7 +120,8 @@ def _far(
         blocks = prepare(k_out, v_out, gates_out, index, keys, chunk, rule.gate_appends)
     moved = keys.queries(q, frame.indices(0, frame.size))
     q = (q if moved is None else moved) * rule.temperature.to(q.dtype)[:, None, None]
-    together = max(1, GATHERED // (k.shape[0] * k.shape[1] * k.shape[3] * most))
+    at_once = GATHERED if k.device.type == "cpu" else GPU_GATHERED
+    together = max(1, at_once // (k.shape[0] * k.shape[1] * k.shape[3] * most))
     parts = []
     for first in range(0, frame.size // chunk, together):
         span = range(first, min(first + together, frame.size // chunk))
@@ -131,8 +140,8 @@ def _far(
         held = [[counts(n) for n in done[j + 1]] for j in span]
         mask = None
         if any(count != most for each in held for count in each):
-            column = torch.arange(most, device=q.device)
-            mask = column < torch.tensor(held, device=q.device).T.unsqueeze(-1)  # (1 or B, n, M)
+            number = frame.once(("held", first, window), partial(torch.tensor, held, device=q.device))
+            mask = torch.arange(most, device=q.device) < number.T.unsqueeze(-1)  # (1 or B, n, M)
             mask = mask.expand(len(q), -1, -1).flatten(0, 1).unsqueeze(1)
         queries = q[:, :, span.start * chunk : span.stop * chunk].unflatten(2, (-1, chunk)).transpose(1, 2)
         part = look(queries.flatten(0, 1), row_k, row_v, mask, rule.scale, rule.dropout)

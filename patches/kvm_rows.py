@@ -140,7 +140,7 @@ def absorb(
     if founds is not None:
         written = torch.where(founds.unsqueeze(-1), blocks.founding(number), written)
     if not all(active):
-        written = written * torch.tensor(active, device=rows.device)[:, None, None, None]
+        written = written * _by_row(active, rows.device)
     if rows.shape[2] != max(after):
         rows = fill(rows, (0, 0, 0, max(after) - rows.shape[2]))
     target = torch.add(target, blocks.head, alpha=rows.shape[2])  # the row in all heads' rows
@@ -160,17 +160,25 @@ def choose(
     near = probe @ keys.address(rows[..., : probe.shape[-1]]).transpose(-1, -2)  # (B, H, C, M)
     if before == after == [M] * len(before):  # a fixed budget once it is full
         return (_first_best(near[..., barred:]) + barred if barred else _first_best(near)), None
-    had, new = (torch.tensor(x, device=rows.device)[:, None, None] for x in (before, after))
+    had, new = (_by_row(x, rows.device) for x in (before, after))  # (1 or B, 1, 1, 1)
     place = torch.arange(M, device=rows.device)
-    near = near.masked_fill(place >= had.unsqueeze(-1), float("-inf"))
+    near = near.masked_fill(place >= had, float("-inf"))
     best = near.amax(-1) if M else near.new_zeros(near.shape[:3])
-    founds = _rank(best) < new - had
-    founded = (had + founds.cumsum(-1) - 1).clamp_min(0)  # -1 where there are no rows yet: nothing is written there
+    founds = _rank(best) < (new - had).squeeze(-1)
+    # -1 where there are no rows yet: nothing is written there
+    founded = (had.squeeze(-1) + founds.cumsum(-1) - 1).clamp_min(0)
     fresh = probe @ keys.address(blocks.key[number]).transpose(-1, -2)
     near = near.masked_fill(place < barred, float("-inf"))
     first = _first_best(torch.cat([near, fresh.masked_fill(~founds.unsqueeze(2), float("-inf"))], -1))
     joined = torch.where(first < M, first, founded.gather(-1, (first - M).clamp_min(0)))
     return torch.where(founds, founded, joined), founds
+
+
+def _by_row(values: list[int] | list[bool], device: torch.device) -> Tensor:
+    """A number for each row of the batch ``(1 or B, 1, 1, 1)``; a single one is filled in, not copied from the host."""
+    if len(values) == 1:
+        return torch.full((1, 1, 1, 1), values[0], device=device)
+    return torch.tensor(values, device=device)[:, None, None, None]
 
 
 def _first_best(near: Tensor) -> Tensor:

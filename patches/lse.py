@@ -9,7 +9,8 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-SCORES = 2**24  # logits held at a time where no kernel computes them on the fly, in elements
+SCORES = 2**24  # logits held at a time where no kernel computes them on the fly, in elements: on a CPU
+GPU_SCORES = 2**28  # and on a GPU, where launches count; not measured
 
 
 def attention_lse(
@@ -52,10 +53,11 @@ def recomputed_attention_lse(
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention_lse` on any device, some queries at a time; the logits of a long window are never kept, but
     computed again in the backward pass."""
-    rows = max(1, SCORES // (q.shape[0] * q.shape[1] * k.shape[1]))
+    most = SCORES if q.device.type == "cpu" else GPU_SCORES
+    rows = max(1, most // (q.shape[0] * q.shape[1] * k.shape[1]))
     pieces = []
     for first in range(0, q.shape[2], rows):
-        part = None if mask is None else mask[:, :, first : first + rows]
+        part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, first : first + rows]
         arguments = (q[:, :, first : first + rows], k, v, part, scale, dropout)
         if torch.is_grad_enabled():
             pieces.append(checkpoint(naive_attention_lse, *arguments, use_reentrant=False))

@@ -194,15 +194,16 @@ def _unfold(x: Tensor, rows: int) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, lse: bool = False
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0, lse: bool = False, causal: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """One token on a full cache, no mask: ``q`` (B, H, 1, D), ``k``, ``v`` (B, H_kv, m, D) -> (B, 1, H, D).
-
-    Returns:
-        It, and with ``lse`` the log-sum-exp ``(B, 1, H)`` of its logits, else None.
-    """
-    B, H, _, D = q.shape
-    # the heads of a group as queries of one head: the kernel then reads each key once, not once for every head
+    """Queries that see all keys, or with ``causal`` those up to their own; arguments as in kernels.py."""
+    B, H, n, D = q.shape
+    if n > 1:
+        mask = torch.ones(n, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - n) if causal else None
+        parts = (q, k, v, None if mask is None else mask[None, None, None], scale, dropout)
+        found = (_attend_lse if lse else _attend)(*parts)
+        return found[0], found[1] if lse else None
+    # the heads of a group as queries of one head: the kernel then reads each key once, not once for each head
     q = q.reshape(B, k.shape[1], -1, D)
     if not lse:
         return scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale).reshape(B, 1, H, D), None

@@ -54,9 +54,10 @@ def flash_window(
     return out, sums.transpose(1, 2) if lse else None
 
 
-def flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """One token on every key, with the log-sum-exp and without a gradient; as ``decode_attention`` of kernels.py."""
-    out, lse = flash_forward((q, k, v), None, None, 1, k.shape[1], None, scale)[:2]
+def flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """``decode_attention`` of kernels.py with the log-sum-exp and without a gradient, tokens before heads."""
+    keys = k.shape[1]
+    out, lse = flash_forward((q, k, v), None, None, q.shape[1], keys, keys if causal else None, scale)[:2]
     return out, lse.transpose(1, 2)
 
 

@@ -21,7 +21,7 @@ def calibrate(model: Any, texts: Iterable[Tensor]) -> None:
     """Show ``model``'s memories the queries, keys and values of its own teacher on some texts.
 
     Args:
-        model: a patched model whose memory ``calibrates`` (kind ``expected``); changed in place.
+        model: a patched model whose memory ``calibrates`` (kinds ``expected`` and ``joint-rows``); changed in place.
         texts: token ids ``(B, T)`` each, not padded; read twice, with full attention. Some 6,000 tokens of all the
             kinds of text that the model will meet are enough.
 

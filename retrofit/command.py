@@ -26,7 +26,8 @@ def patch(
     sinks: Sinks = 4,
     option: Options = None,
     data: Annotated[
-        str | None, typer.Option(help="Text for a memory that calibrates (`expected`), of the kinds it will meet.")
+        str | None,
+        typer.Option(help="Text for `expected` and `joint-rows` to calibrate on, of the kinds they will meet."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 from patches.errors import RetrofitError
 
 from .families import base_type
-from .quantised import numbers
+from .quantised import numbers, quantisation
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ def fingerprint(model: Any) -> dict[str, Any]:
     config = {"model_type": base_type(model.config), **{name: getattr(model.config, name, None) for name in FIELDS}}
     raw = _samples(model).view(torch.uint8).numpy().tobytes()
     found = {"config": config, "samples": base64.b64encode(raw).decode()}
-    method = getattr(model, "quantization_method", None)
-    return found if method is None else {**found, "quantised": method.value}
+    how = quantisation(model)
+    return found if how is None else {**found, "quantised": how}
 
 
 def difference(expected: dict[str, Any], model: Any) -> str:
@@ -64,7 +64,10 @@ def difference(expected: dict[str, Any], model: Any) -> str:
     ours = _decode(found["samples"])
     if theirs.shape != ours.shape:
         return "its weights are not the same ones"
-    was, now = (given.get("quantised") or "not quantised" for given in (expected, found))
+    was, now = (
+        f"quantised ({given['quantised']})" if given.get("quantised") else "not quantised"
+        for given in (expected, found)
+    )
     if was != now:
         logger.warning(
             f"the adapter was fitted to a base that was {was} and this one is {now}: its weights are not compared, and "

@@ -13,7 +13,7 @@ from patches.kinds import find_kind, new_memory
 
 from .families import find_family, is_retrofit
 from .loading import load_base
-from .quantised import METHODS
+from .quantised import METHODS, is_own_layer, shared
 
 MOST = 10  # times the base's parameters: an adapter that asks for more was damaged, or worse
 
@@ -70,7 +70,7 @@ def patch(
     if quantiser is not None and base.quantization_method.value not in METHODS:
         raise RetrofitError(
             f"a base quantised by {base.quantization_method.value} is not supported: load it in bfloat16 or float32, "
-            "or quantise it with torchao"
+            "or quantise it with torchao or bitsandbytes"
         )
     if any(parameter.is_meta for parameter in base.parameters()):
         raise RetrofitError("some weights of the base are not loaded (meta or offloaded to disk): load all of it")
@@ -117,7 +117,8 @@ def _keep_quantiser(base: Any, model: Any) -> None:
     """
     model.hf_quantizer, model.quantization_method = base.hf_quantizer, base.quantization_method
     settings = copy.deepcopy(base.config.quantization_config)
-    settings.modules_to_not_convert = sorted({*(settings.modules_to_not_convert or ()), "lm_head", "memory"})
+    name = "modules_to_not_convert" if hasattr(settings, "modules_to_not_convert") else "llm_int8_skip_modules"
+    setattr(settings, name, sorted({*(getattr(settings, name) or ()), "lm_head", "memory"}))
     model.config.quantization_config = settings
 
 
@@ -131,7 +132,7 @@ def _origin(base: PreTrainedModel) -> tuple[str | None, str | None]:
 
 def _share(base: Any, model: Any) -> None:
     """Point ``model``'s parameters at ``base``'s storage, frozen; copy buffers; give every memory fresh parameters."""
-    for path, module in model.named_modules():
+    for path, module in list(model.named_modules()):
         if getattr(module, "is_retrofit_memory", False):
             device = base.get_submodule(path.removesuffix(".memory")).q_proj.weight.device
             module.to_empty(device=device)
@@ -143,6 +144,9 @@ def _share(base: Any, model: Any) -> None:
         source = base.get_submodule(path)
         if is_retrofit(base):  # LoRA beside a memory is part of the retrofit, not of the base
             source = getattr(source, "base_layer", source)
+        if is_own_layer(source):
+            model.set_submodule(path, shared(source))
+            continue
         if module._parameters.keys() != source._parameters.keys():
             raise RetrofitError(
                 f"{path} of the base is a {type(source).__name__} whose weights are not those of its family: first "

@@ -5,6 +5,7 @@ import re
 import runpy
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +173,20 @@ def test_the_readmes_python(at_home: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_script_of_ones_own(make_base: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
-    code = blocks("docs/distillation.md", "python")[1]
+    code = blocks("docs/distillation.md", "python")[2]
     assert 'output_dir="out", max_steps=600' in code
     code = code.replace('output_dir="out", max_steps=600', f'output_dir="{tmp_path}", max_steps=2')
     model = retrofit.patch(make_base("Qwen2"), "ahn-gdn", window=8, sinks=2)
     exec(code, {"model": model, "rows": PackedRows(torch.randint(3, 101, (16 * 40,)), 40)})
+
+
+def test_a_base_is_quantised_as_the_page_says(at_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "CHECKPOINT").symlink_to(at_home / "CHECKPOINT")
+    exec(blocks("docs/distillation.md", "python")[1], {})
+    model = retrofit.patch("int8", "ahn-gdn", window=8, sinks=2)
+    assert {parameter.dtype for _, parameter in model.memory_parameters()} == {torch.float32}
 
 
 def test_chosen_rows_are_calibrated(make_base: Callable[..., PreTrainedModel]) -> None:
@@ -192,11 +202,12 @@ def test_lora_beside_a_memory_loads_as_the_page_says(
 ) -> None:
     peft = pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
-    (settings,) = (yaml.safe_load(block) for block in blocks("docs/distillation.md", "yaml"))
+    recipes = [Recipe(**yaml.safe_load(block)) for block in blocks("docs/distillation.md", "yaml")]
+    (recipe,) = (recipe for recipe in recipes if recipe.lora)
     base = make_base("Qwen2")
     model = retrofit.patch(base, "ahn-gdn", 8, 2)
     retrofit.save_adapter(model, "DIR/adapter")
-    add_lora(model, Recipe(**settings).lora)
+    add_lora(model, recipe.lora)
     (tmp_path / "DIR" / "lora").mkdir()
     save_lora(model, tmp_path / "DIR" / "lora")
     names = {"retrofit": retrofit, "PeftModel": peft.PeftModel, "base": base}
@@ -204,9 +215,9 @@ def test_lora_beside_a_memory_loads_as_the_page_says(
     assert [name for name, _ in names["model"].named_parameters() if "lora_" in name]
 
 
-def test_the_recipe_of_the_data_page_is_one() -> None:
-    (block,) = blocks("docs/data.md", "yaml")
-    assert Recipe.from_dict(yaml.safe_load(block)).data_format == "chat"
+def test_the_recipes_of_the_data_page_are_some() -> None:
+    recipes = [Recipe.from_dict(yaml.safe_load(block)) for block in blocks("docs/data.md", "yaml")]
+    assert "chat" in [recipe.data_format for recipe in recipes]
 
 
 def test_the_records_of_the_data_page_are_read(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -284,6 +295,16 @@ def test_the_plot_is_of_the_figures_beside_it() -> None:
         assert all(f"| {kl:.4f} |" in table for _, kl in points)
 
 
+def test_the_plot_of_serving_is_of_its_table() -> None:
+    rows, table = json.loads((ROOT / "docs/pictures/serving.json").read_text()), text_of("docs/serving.md")
+    for full, ours in zip(rows[::2], rows[1::2], strict=True):
+        figures = ((f"{row['mib']:.1f}", str(row["room_for"]), f"{row['per_minute']:.1f}") for row in (full, ours))
+        (mib, mib_2), (room, room_2), (speed, speed_2) = zip(*figures, strict=True)
+        at_once = " | ".join(f"{row['at_once']} of {row['requests']}" for row in (full, ours))
+        line = f"| {full['length']:,} | {mib} | {mib_2} | {room} | {room_2} | {at_once} | {speed} | {speed_2} |"
+        assert line in table
+
+
 # ---- memories ----
 
 
@@ -297,7 +318,7 @@ def page_of(kind: str) -> str:
 def test_a_memorys_page_says_it_all(kind: str) -> None:
     text = text_of(page_of(kind))
     assert f"`{kind}`" in text.splitlines()[0]
-    for option in KINDS[kind].Options.__dataclass_fields__:
+    for option in (field.name for field in fields(KINDS[kind].Options)):
         assert f"`{option}`" in text or f"`{option}=" in text or f"{option}=" in text, f"{kind}: {option} is not named"
     assert re.search(r"^    \S.*\n    \S", text, re.MULTILINE), "no equation"
     assert "arxiv.org/abs/" in text or text.split("\n\n")[1].startswith("Ours."), "no paper"

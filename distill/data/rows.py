@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from distill.data.chat import IGNORED
 
@@ -56,14 +57,63 @@ class ChatRows(Dataset):
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """All rows, right-padded to the longest: ids (N, T) and labels (N, T)."""
-        padded = PaddingCollator(0, multiple=1)([self[index] for index in range(len(self))])
-        return padded["input_ids"], padded["labels"]
+        return _padded(self)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {**chat_item(self.rows[index]), "row": torch.tensor(index)}
+
+
+class MixedRows(Dataset):
+    """Rows of several sources, each read as often as its weight says, evenly spread over the pass.
+
+    >>> MixedRows([["a", "b", "c", "d"], ["x", "y"]], [0.5, 1.0]).order
+    [(0, 0), (1, 0), (0, 2), (1, 1)]
+    """
+
+    def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
+        """``weights``: 2 reads every row of its part twice, 0.5 every second row once."""
+        self.parts = parts
+        self.counts = [round(len(part) * weight) for part, weight in zip(parts, weights, strict=True)]
+        places = (
+            ((i + 0.5) / count, number, i % size if count > size else i * size // count)
+            for number, (count, size) in enumerate(zip(self.counts, map(len, parts), strict=True))
+            for i in range(count)
+        )
+        self.order = [(number, index) for _, number, index in sorted(places)]
+
+    def head(self, count: int) -> "MixedRows":
+        """The first ``count`` rows, or all if there are fewer: of every part its share."""
+        some = MixedRows(self.parts, [0] * len(self.parts))
+        some.order = self.order[:count]
+        return some
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """All rows, right-padded to the longest: ids (N, T) and labels (N, T)."""
+        return _padded(self)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        part, row = self.order[index]
+        found: dict[str, Tensor] = self.parts[part][row]
+        return {**found, "row": torch.tensor(index)}
+
+
+class ByLength(LengthGroupedSampler):
+    """Rows of like length one after the other, in an order that the seed and the number of the pass decide."""
+
+    def __init__(self, batch: int, rows: Any, seed: int) -> None:
+        super().__init__(batch, lengths=[len(rows[index]["input_ids"]) for index in range(len(rows))])
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """accelerate says which pass begins: a resumed run must find its order again."""
+        self.generator = torch.Generator().manual_seed(self.seed + epoch)
 
 
 class EvenRows(Dataset):
@@ -113,6 +163,11 @@ class PaddingCollator:
         if all("row" in row for row in rows):
             batch["row"] = torch.stack([row["row"] for row in rows])
         return batch
+
+
+def _padded(rows: Any) -> tuple[Tensor, Tensor]:
+    padded = PaddingCollator(0, multiple=1)([rows[index] for index in range(len(rows))])
+    return padded["input_ids"], padded["labels"]
 
 
 def longer_than(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:

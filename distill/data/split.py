@@ -1,7 +1,8 @@
 """Data in, rows out: open a source, tokenise it once, keep a part held out. The one entry point is ``load_rows``."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distill.data.chat import IGNORED
 from distill.data.counts import Counts
-from distill.data.rows import ChatRows, PackedRows, PaddingCollator
+from distill.data.rows import ChatRows, MixedRows, PackedRows, PaddingCollator
 from distill.data.sources import open_source
 from distill.data.streaming import Stream, StreamedRows
 from distill.data.tokens import TokenRows, find_column
@@ -31,8 +32,8 @@ class Split:
         source, min_length: what was read, and what had to be longer.
     """
 
-    train: PackedRows | ChatRows | StreamedRows
-    held_out: PackedRows | ChatRows
+    train: PackedRows | ChatRows | MixedRows | StreamedRows
+    held_out: PackedRows | ChatRows | MixedRows
     held_out_part: str
     counts: Counts
     tokens: dict[str, int | None]
@@ -74,9 +75,12 @@ def load_rows(
     min_length: int = 0,
     max_samples: int | None = None,
     streaming: bool = False,
+    packing: bool = True,
+    mix: Mapping[str, float] | None = None,
+    eval_data: str | None = None,
 ) -> Split:
-    """Read ``source``, tokenise it and hold a part of it out: of packed text the last tokens, of conversations the last
-    ones, of a stream the first rows.
+    """Read ``source``, tokenise it and hold a part of it out: of packed text the last tokens, of conversations and
+    documents the last ones, of a stream the first rows.
 
     Args:
         source: anything :func:`distill.data.sources.open_source` opens; ``name``, ``revision`` and ``split`` are its.
@@ -85,25 +89,42 @@ def load_rows(
         eval_rows: rows held out of a stream, which has no known end to take a share of.
         data_format: ``text`` (packed), ``chat`` (a row per conversation, answers labelled) or ``auto``.
         min_length: records of at most so many tokens are left out, and counted.
-        max_samples: read only so many records, the first ones.
+        max_samples: read only so many records of each source, the first ones.
         streaming: read and tokenise while training instead of before.
+        packing: join documents and cut the stream into rows; otherwise each document has rows of its own.
+        mix: further sources, and how often each of their rows is read in a pass.
+        eval_data: a source that is held out as a whole, instead of a part of the others.
 
     Raises:
         RetrofitError: the source cannot be read, holds a malformed record, or too little for both parts.
     """
-    opened = open_source(source, name=name, revision=revision, split=split, streaming=streaming)
-    rows = TokenRows(opened, find_column(opened, data_format), tokenizer, seq_len, max_samples)
-    collator = None
-    if rows.format == "chat":
-        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        collator = PaddingCollator(next(token for token in pads if token is not None))
-    if streaming:
-        return _stream(rows, min_length, eval_rows, collator)
+    pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    collator = PaddingCollator(next(token for token in pads if token is not None))
 
-    data = rows.cached()
-    if rows.format == "chat":
-        return _chat(rows, data, min_length, holdout, collator)
-    return _packed(rows, data, min_length, holdout)
+    def read(source: str, holdout: float, **where: Any) -> Split:
+        opened = open_source(source, streaming=streaming and holdout < 1, **where)
+        column = find_column(opened, data_format)
+        rows = TokenRows(opened, column, tokenizer, seq_len, max_samples, apart=not packing and column == "text")
+        if streaming and holdout < 1:
+            return _stream(rows, min_length, eval_rows if holdout else 0, None if rows.packed else collator)
+        if rows.packed:
+            return _packed(rows, rows.cached(), min_length, holdout)
+        return _apart(rows, rows.cached(), min_length, holdout, collator)
+
+    share = 0.0 if eval_data else holdout
+    found = read(source, share, name=name, revision=revision, split=split)
+    if mix:
+        others = [read(other, share) for other in mix]
+        found = _mixed([found, *others], [1.0, *mix.values()], collator)
+    if eval_data:
+        other = read(eval_data, 1.0)
+        tokens = found.tokens | {"held_out": other.tokens["all"]}
+        same = found.collator is None and other.collator is None
+        found = replace(
+            found, held_out=other.held_out, held_out_part=f"all of {other.source.source.name}", tokens=tokens
+        )
+        found = found if same else replace(found, collator=collator)
+    return found
 
 
 def _kept(data: Any, min_length: int) -> tuple[np.ndarray, np.ndarray, Counts]:
@@ -128,8 +149,9 @@ def _packed(rows: TokenRows, data: Any, min_length: int, holdout: float) -> Spli
     tokens = torch.from_numpy(np.concatenate(parts))
     cut = len(tokens) - round(len(tokens) * holdout)
     train, held_out = PackedRows(tokens[:cut], seq_len), PackedRows(tokens[cut:], seq_len)
-    if not len(train) or not len(held_out):
-        needed = math.ceil(max(seq_len / holdout, seq_len / (1 - holdout)))
+    shares = [share for share in (holdout, 1 - holdout) if share]
+    if min(len(part) for part, share in ((train, 1 - holdout), (held_out, holdout)) if share) == 0:
+        needed = math.ceil(max(seq_len / share for share in shares))
         raise RetrofitError(
             f"{where} is too short: it holds {len(tokens)} tokens, and at least {needed} are needed for rows of "
             f"{seq_len} with {holdout:.0%} held out{_only_short(counts, min_length)}"
@@ -141,37 +163,74 @@ def _packed(rows: TokenRows, data: Any, min_length: int, holdout: float) -> Spli
     )
 
 
-def _chat(rows: TokenRows, data: Any, min_length: int, holdout: float, collator: PaddingCollator | None) -> Split:
+def _apart(rows: TokenRows, data: Any, min_length: int, holdout: float, collator: PaddingCollator) -> Split:
+    """Conversations, or documents that are not packed: each is a row, or several."""
     kept, sizes, counts = _kept(data, min_length)
+    unit = "conversations" if rows.format == "chat" else "documents"
     cut = len(kept) - round(len(kept) * holdout)
-    if not 0 < cut < len(kept):
+    if not (cut or holdout == 1) or not (cut < len(kept) or holdout == 0) or not len(kept):
         raise RetrofitError(
-            f"{rows.source.name} is too short: with {holdout:.0%} of {len(kept)} conversations held out, one part is "
+            f"{rows.source.name} is too short: with {holdout:.0%} of {len(kept)} {unit} held out, one part is "
             f"empty{_only_short(counts, min_length)}"
         )
     data = data.with_format("numpy")
     train, held_out = ChatRows(data.select(kept[:cut])), ChatRows(data.select(kept[cut:]))
     parts = {"all": sizes, "train": sizes[:cut], "held_out": sizes[cut:]}
     tokens: dict[str, int | None] = {name: int(part.sum()) for name, part in parts.items()}
-    part = f"the last {holdout:.0%} of its conversations"
-    return Split(train, held_out, part, counts, tokens, float(sizes[:cut].mean()), collator, rows, min_length)
+    return Split(
+        train,
+        held_out,
+        f"the last {holdout:.0%} of its {unit}",
+        counts,
+        tokens,
+        float(sizes[:cut].mean()) if cut else 0.0,
+        collator,
+        rows,
+        min_length,
+    )
+
+
+def _mixed(splits: Sequence[Split], weights: Sequence[float], collator: PaddingCollator) -> Split:
+    """Several sources as one, each row of the training parts read as often as its weight says."""
+    train = MixedRows([split.train for split in splits], weights)
+    held_out = MixedRows([split.held_out for split in splits], [1.0] * len(splits))
+    names = [split.source.source.name for split in splits]
+    empty = [name for name, count in zip(names, train.counts, strict=True) if not count]
+    if empty:
+        raise RetrofitError(f"mix: {empty[0]} has too few rows to be read so seldom: give it a larger weight")
+    counts = Counts(*(sum(getattr(split.counts, field.name) for split in splits) for field in fields(Counts)))
+    tokens: dict[str, int | None] = {
+        part: sum(split.tokens[part] or 0 for split in splits) for part in ("all", "train", "held_out")
+    }
+    of_row = sum(count * split.row_tokens for count, split in zip(train.counts, splits, strict=True)) / len(train)
+    padded = any(split.collator for split in splits) or len({split.row_tokens for split in splits}) > 1
+    return replace(
+        splits[0],
+        train=train,
+        held_out=held_out,
+        held_out_part=f"{splits[0].held_out_part}, likewise of {', '.join(names[1:])}",
+        counts=counts,
+        tokens=tokens,
+        row_tokens=of_row,
+        collator=collator if padded else None,
+    )
 
 
 def _stream(rows: TokenRows, min_length: int, eval_rows: int, collator: PaddingCollator | None) -> Split:
     stream = Stream(rows, min_length)
     first = list(islice(stream.items(Counts()), eval_rows))
     held_out: PackedRows | ChatRows
-    if not first:
+    if eval_rows and not first:
         raise RetrofitError(f"{rows.source.name} is too short: it does not fill one row")
-    if rows.format == "chat":
+    if not rows.packed:
         held_out = ChatRows([{"input_ids": row["input_ids"], "answer": row["labels"] >= 0} for row in first])
     else:
-        held_out = PackedRows(torch.cat([row["input_ids"] for row in first]), rows.seq_len)
+        held_out = PackedRows(torch.cat([row["input_ids"] for row in first] or [torch.empty(0)]), rows.seq_len)
     train = StreamedRows(stream.items, len(first), rows.source.name)
     total = sum(len(row["input_ids"]) for row in first)
     tokens = {"all": None, "train": None, "held_out": total}
     part = f"its first {len(first)} rows"
-    return Split(train, held_out, part, train.counts, tokens, total / len(first), collator, rows, min_length)
+    return Split(train, held_out, part, train.counts, tokens, total / max(1, len(first)), collator, rows, min_length)
 
 
 def _only_short(counts: Counts, min_length: int) -> str:

@@ -27,8 +27,8 @@ class Stream:
     min_length: int
 
     def items(self, counts: Counts) -> Iterator[Item]:
-        """What the trainer reads: conversations, or documents packed into rows. ``counts`` is kept up as they pass."""
-        if self.rows.format == "chat":
+        """What the trainer reads: conversations, or documents packed or not. ``counts`` is kept up as they pass."""
+        if not self.rows.packed:
             yield from map(chat_item, self._kept(counts))
         else:
             left_over = yield from pack((row["input_ids"] for row in self._kept(counts)), self.rows.seq_len)

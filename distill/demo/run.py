@@ -25,6 +25,7 @@ from distill.data.rows import PackedRows
 from distill.demo.recall import pick_questions, print_recall, reload
 from distill.demo.teacher import COPIED, LENGTH, RECALLED, train_teacher
 from distill.demo.text import documents, generator, recall_distance, tokenizer
+from distill.model import calibrate_on
 from distill.preflight import find_trainable
 from distill.progress import Bar, progress_bar
 from distill.trainer import DistillTrainer
@@ -177,6 +178,8 @@ def fit(teacher: PreTrainedModel, memory: str, seed: int) -> tuple[Any, float]:
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(seed)
         model = retrofit.patch(teacher, memory=memory, window=setting.window, sinks=SINKS, **setting.options)
+        lessons = documents(STEPS * BATCH, LENGTH, generator(seed, "distil"))
+        calibrate_on(model, PackedRows(lessons.flatten(), LENGTH))
         if not find_kind(memory).trainable:
             return model.eval(), 0.0
         arguments = DistillArguments(
@@ -193,7 +196,6 @@ def fit(teacher: PreTrainedModel, memory: str, seed: int) -> tuple[Any, float]:
             disable_tqdm=True,
             report_to="none",
         )
-        lessons = documents(STEPS * BATCH, LENGTH, generator(seed, "distil"))
         trainer = DistillTrainer(model, arguments, PackedRows(lessons.flatten(), LENGTH))
         trainer.remove_callback(PrinterCallback)
         began = time.perf_counter()

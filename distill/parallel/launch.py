@@ -37,6 +37,7 @@ class Machines:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int = 29500
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         if self.nnodes > 1 and self.master_addr is None:
@@ -61,7 +62,8 @@ class Machines:
 
     def needed(self, deepspeed: bool) -> bool:
         """Whether processes are to be started: DeepSpeed wants a launcher for a single one, too."""
-        return not started_together() and ((self.nproc or 1) > 1 or self.nnodes > 1 or deepspeed)
+        several = (self.nproc or 1) > 1 or self.nnodes > 1
+        return not started_together() and (several or deepspeed or self.max_restarts > 0)
 
 
 def launch(command: list[str], machines: Machines) -> None:
@@ -83,6 +85,8 @@ def launch(command: list[str], machines: Machines) -> None:
     count = machines.nproc or max(1, torch.cuda.device_count())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # the agent's own store would still hold the addresses of processes that are gone when they are started again
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     errors: list[BaseException] = []
     with tempfile.TemporaryDirectory() as logs, _relayed_signals() as received:
 
@@ -121,7 +125,7 @@ def _config(machines: Machines, count: int, logs: str) -> Any:
         max_nodes=machines.nnodes,
         nproc_per_node=count,
         run_id=uuid4().hex if alone else "retrofit",
-        max_restarts=0,
+        max_restarts=machines.max_restarts,
         # one process of a machine prints; what the others print is kept for the error
         logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=dict.fromkeys(range(1, count), Std.ALL)),
         **meeting,

@@ -29,6 +29,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find out by itself, and say so on stdout
 
 
+def started_again() -> bool:
+    """Whether the launcher has started this run's processes before, and one of them failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 @dataclass(frozen=True)
 class Processes:
     """This process among those of its run.

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 LENGTHS = (1024, 2048, 4096, 8192)
-NEW = 32
-REQUESTS = 16  # at the shortest length; half as many at twice the length
+NEW = 64
+REQUESTS = 8
+TOKENS = 16384  # of all requests, if there are more than LEAST
+LEAST = 3
 
 
 def measure(model: str, length: int, requests: int, cache_bytes: int) -> dict[str, Any]:
-    """Answer ``requests`` of ``length`` random tokens with ``NEW`` tokens each, all there from the start.
+    """Answer ``requests`` of ``length`` tokens, the last ``NEW`` of them the answer, all there from the start.
 
     Returns:
         ``at_once``: sequences that ran together at most; ``room_for``: those that the cache has room for;
@@ -30,7 +32,7 @@ def measure(model: str, length: int, requests: int, cache_bytes: int) -> dict[st
     llm = LLM(
         model,
         dtype="float32",
-        max_model_len=length + NEW,
+        max_model_len=length,
         max_num_seqs=64,
         max_num_batched_tokens=1024,
         kv_cache_memory_bytes=cache_bytes,
@@ -44,11 +46,11 @@ def measure(model: str, length: int, requests: int, cache_bytes: int) -> dict[st
     blocks = cache.num_gpu_blocks - 1  # one is never handed out
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     page = sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
-    each = sum(-(-(length + NEW) // group.kv_cache_spec.block_size) for group in groups)
+    each = sum(-(-length // group.kv_cache_spec.block_size) for group in groups)
     how = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     for index in range(requests):
-        ids = [(7 * index + 13 * place + place * place % 97) % (vocabulary - 10) + 5 for place in range(length)]
+        ids = [(7 * index + 13 * place + place * place % 97) % (vocabulary - 10) + 5 for place in range(length - NEW)]
         engine.add_request(str(index), {"prompt_token_ids": ids}, how)
     together, began = 0, time.process_time()
     while engine.has_unfinished_requests():
@@ -60,6 +62,7 @@ def measure(model: str, length: int, requests: int, cache_bytes: int) -> dict[st
     return {
         "model": Path(model).name,
         "length": length,
+        "requests": requests,
         "mib": each * page / len(groups) / 2**20,
         "room_for": blocks // each,
         "at_once": together,
@@ -72,13 +75,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="+", help="folders: a base, and a retrofit of it")
     parser.add_argument("--cache-mib", type=int, default=400, help="bytes for keys, values and states, in MiB")
-    parser.add_argument("--length", type=int, nargs="*", default=LENGTHS, help="tokens of a prompt")
+    parser.add_argument("--length", type=int, nargs="*", default=LENGTHS, help="tokens of prompt and answer")
     parser.add_argument("--json", type=Path, help="file for the rows")
     chosen = parser.parse_args()
     rows = []
     for length in chosen.length:
         for model in chosen.models:
-            requests = max(2, REQUESTS * LENGTHS[0] // length)
+            requests = max(LEAST, min(REQUESTS, TOKENS // length))
             rows.append(measure(model, length, requests, chosen.cache_mib * 2**20))
             print(json.dumps(rows[-1]), flush=True)
             if chosen.json:

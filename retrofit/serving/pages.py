@@ -124,17 +124,18 @@ class PagedMemory:
         fields: what a page holds, by name.
     """
 
-    def __init__(self, memory: Memory, dtype: torch.dtype, scale: float):
+    def __init__(self, memory: Memory, dtype: torch.dtype, scale: float, *, rotates: bool = True):
         """
         Args:
             memory: of the layer.
             dtype: of keys and values.
             scale: factor of the attention logits.
+            rotates: whether the layer turns queries and keys by their positions.
 
         Raises:
             RetrofitError: this memory has no page of fixed size.
         """
-        self.memory, self.scale = memory, scale
+        self.memory, self.scale, self.rotates = memory, scale, rotates
         self.fields = page_fields(memory, dtype)
 
     def __call__(
@@ -210,6 +211,7 @@ class PagedMemory:
         x, q, k, v = (tensor[at].unflatten(0, (rows, -1)) for tensor in (work.x, work.q, work.k, work.v))
         bias = key_bias if self.memory.needs_key_bias else None
         q, k, v = (h.transpose(1, 2) for h in (q, k, v))
+        now = now if self.rotates else now.still()
         joined = self.memory(Step(now, x, q, k, v, layer, self.scale, key_bias=bias))
         assert joined is not None  # something is evicted
         return joined

@@ -11,6 +11,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
+from patches.errors import RetrofitError
 from patches.memory import Memory
 
 from .pages import Batch, PagedMemory, Share, can_batch
@@ -59,22 +60,31 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
 class MemoryAttention(nn.Module, MambaBase):
     """Takes over the projections of a family's attention; parameters keep their names, ``memory`` comes beside them."""
 
-    def __init__(self, stock: Any, prefix: str, memory: Memory, rotary: nn.Module):
+    def __init__(self, stock: Any, prefix: str, memory: Memory, rotary: nn.Module, rotates: bool):
         """
         Args:
             stock: vLLM's own attention of this layer.
             prefix: its name in the model.
             memory: of this layer.
             rotary: transformers' rotary embedding for this base.
+            rotates: whether this layer turns queries and keys by it.
+
+        Raises:
+            RetrofitError: vLLM takes this base to have heads of another size.
         """
         super().__init__()
         config = get_current_vllm_config()
         self.prefix, self.memory = prefix, memory
         self.heads, self.kv_heads, self.head_dim = stock.num_heads, stock.num_kv_heads, stock.head_dim
+        if self.head_dim != memory.head_dim:
+            raise RetrofitError(
+                f"vLLM's class for this family knows no heads of {memory.head_dim}, only of hidden_size / heads = "
+                f"{self.head_dim}: use retrofit serve --engine transformers"
+            )
         self.qkv_proj, self.o_proj, self.rotary_emb = stock.qkv_proj, stock.o_proj, stock.rotary_emb
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
-        self.rotary = rotary
-        self.paged = PagedMemory(memory, config.model_config.dtype, stock.scaling)
+        self.rotary, self.rotates = rotary, rotates
+        self.paged = PagedMemory(memory, config.model_config.dtype, stock.scaling, rotates=rotates)
         # wide tensors first: each then begins where its dtype may
         self.fields = dict(sorted(self.paged.fields.items(), key=lambda item: -item[1].dtype.itemsize))
         self.kv_cache = tuple(torch.empty(0) for _ in self.fields)
@@ -109,7 +119,8 @@ class MemoryAttention(nn.Module, MambaBase):
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
             k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
-        q, k = self.rotary_emb(positions, q, k)
+        if self.rotates:
+            q, k = self.rotary_emb(positions, q, k)
         out = torch.empty_like(hidden_states)
         getattr(torch.ops.vllm, OPERATOR)(hidden_states, q, k, v, out, self.prefix)
         return out

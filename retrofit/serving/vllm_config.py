@@ -58,6 +58,8 @@ def refuse(vllm_config: Any) -> None:
         "LoRA adapters were never tried beside a memory: merge yours into the base first and leave out --enable-lora": (
             vllm_config.lora_config is not None
         ),
+        "a quantised base was never tried beside a memory in vLLM: use --engine transformers, or a base that is not "
+        "quantised": vllm_config.model_config.quantization is not None,
         "a memory's page cannot be handed to another engine: leave out --kv-transfer-config": (
             vllm_config.kv_transfer_config is not None
         ),
@@ -70,10 +72,11 @@ def refuse(vllm_config: Any) -> None:
             raise RetrofitError(reason)
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
     memory = MemoryConfig.from_dict(config.memory)
-    if memory.layers is not None and memory.others == "full":
+    if None in memory.layer_kinds(config):
         raise RetrofitError(
-            f"only layers {memory.layers} of this model have a memory and the others keep full attention, which the "
-            "plugin cannot serve: use retrofit serve --engine transformers, or patch the base with others='window'"
+            f"only layers {memory.patched_layers(config)} of this model have a memory and the others keep the base's "
+            "own attention, which the plugin cannot serve: use retrofit serve --engine transformers, or patch a base "
+            "of full attention alone with others='window'"
         )
     with torch.device("meta"):
         page_fields(build_memory(config, memory, memory.kind), dtype)  # raises if there is no such page

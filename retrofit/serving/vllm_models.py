@@ -1,16 +1,18 @@
-"""The four families as vLLM runs them: its own classes, with our attention in place of theirs."""
+"""The families as vLLM runs them: its own classes, with our attention in place of theirs."""
 
 import copy
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.mixtral import MixtralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import maybe_prefix
 
 from patches.config import MemoryConfig
@@ -41,7 +43,8 @@ class Served(Host):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = vllm_config.model_config.hf_config
         settings = MemoryConfig.from_dict(config.memory)
-        patched = settings.patched_layers(config)
+        kinds = settings.layer_kinds(config)
+        rotates = getattr(config, "no_rope_layers", None) or [True] * len(kinds)
         layers = vllm_config.compilation_config.static_forward_context
         rotary = LlamaRotaryEmbedding(config)
         if settings.rotary_dtype is not None:
@@ -52,10 +55,10 @@ class Served(Host):
             # the memory's parameters are float32 whatever the model's dtype
             default = torch.get_default_dtype()
             torch.set_default_dtype(torch.float32)
-            memory = build_memory(config, settings, settings.kind if index in patched else "none")
+            memory = build_memory(config, settings, kinds[index] or "none")
             torch.set_default_dtype(default)
             name = f"{maybe_prefix(prefix, 'model')}.layers.{index}.self_attn"
-            layer.self_attn = MemoryAttention(stock, name, memory.requires_grad_(False), rotary)
+            layer.self_attn = MemoryAttention(stock, name, memory.requires_grad_(False), rotary, bool(rotates[index]))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As in vLLM; what belongs to a memory is copied as it is.
@@ -69,7 +72,7 @@ class Served(Host):
         def rest() -> Iterable[tuple[str, Tensor]]:
             for name, tensor in weights:
                 if MARK not in name:
-                    yield name, tensor
+                    yield from self.named_as_in_vllm(name, tensor)
                 elif name in missing:
                     missing.pop(name).data.copy_(tensor)
                 else:
@@ -79,6 +82,10 @@ class Served(Host):
         if missing:
             raise RetrofitError(f"this checkpoint lacks {next(iter(missing))}: export it again")
         return loaded
+
+    def named_as_in_vllm(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A weight of the base as vLLM's class looks for it."""
+        yield name, tensor
 
 
 def round_frequencies(rotary: Any, layers: Any, dtype: torch.dtype) -> None:
@@ -112,3 +119,49 @@ class RetrofitQwen2ForCausalLM(Served, Qwen2ForCausalLM):
 
 class RetrofitQwen3ForCausalLM(Served, Qwen3ForCausalLM):
     """vLLM's Qwen3 with a memory."""
+
+
+class Mixture(Served):
+    """A family with experts: transformers keeps those of a layer in two tensors, vLLM looks for each by itself.
+
+    Attributes:
+        block: vLLM's name for what transformers calls ``mlp``.
+        parts: its names of an expert's gate, up and down.
+    """
+
+    block: ClassVar[str] = "mlp"
+    parts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+
+    def named_as_in_vllm(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        name = name.replace(".mlp.", f".{self.block}.")
+        stem, experts, part = name.partition(".experts.")
+        gate, up, down = self.parts
+        if part == "gate_up_proj":
+            each = dict(zip((gate, up), tensor.chunk(2, dim=1), strict=True))
+        elif part == "down_proj":
+            each = {down: tensor}
+        else:
+            yield name, tensor
+            return
+        for kind, weights in each.items():
+            for index, weight in enumerate(weights):
+                yield f"{stem}{experts}{index}.{kind}.weight", weight
+
+
+class RetrofitMixtralForCausalLM(Mixture, MixtralForCausalLM):
+    """vLLM's Mixtral with a memory."""
+
+    block = "block_sparse_moe"
+    parts = ("w1", "w3", "w2")
+
+
+class RetrofitQwen3MoeForCausalLM(Mixture, Qwen3MoeForCausalLM):
+    """vLLM's Qwen3-MoE with a memory."""
+
+
+class RetrofitMinistralForCausalLM(Served, MistralForCausalLM):
+    """Ministral with a memory where every layer slides; vLLM's Mistral knows what it has of its own."""
+
+
+class RetrofitSmolLM3ForCausalLM(Served, LlamaForCausalLM):
+    """SmolLM3 with a memory: what is not attention is LLaMA's, and vLLM has no class of its own for it."""

@@ -382,3 +382,23 @@ def test_a_run_reports_to_tensorboard(recipe: Recipe) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     distill(changed(recipe, report_to="tensorboard", steps=1))
     assert list(Path(str(recipe.output)).rglob("events.out.tfevents*"))
+
+
+def test_a_memory_that_calibrates_is_calibrated_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the run's own rows, before the first step; a resumed run has the statistics from its checkpoint."""
+    recipe = changed(recipe, memory="joint-rows", options={"rows": 5, "bits": 8}, local_steps=3)
+    distill(recipe)
+    whole = load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
+    measured = [tensor for name, tensor in whole.items() if name.endswith("query_mean")]
+    assert measured
+    assert all(tensor.any() for tensor in measured)
+
+    again = changed(recipe, output=str(recipe.output) + "-again")
+    signal_at(monkeypatch, 4)
+    with pytest.raises(SystemExit):
+        distill(again)
+    monkeypatch.undo()
+    monkeypatch.setattr("distill.run.calibrate_on", lambda *_: pytest.fail("it was calibrated again"))
+    distill(again, resume=True)
+    resumed = load_file(Path(str(again.output)) / "adapter" / WEIGHTS)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())

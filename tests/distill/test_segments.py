@@ -1,6 +1,7 @@
 """Rows in segments: the losses and gradients of whole rows, for every kind; what a cut changes; what stays bounded."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.objective import Objective
-from distill.recipe import Recipe
-from distill.simulate import Tracker
+from distill.recipe import Recipe, read_recipe
+from distill.run import distill
+from distill.simulate import Tracker, checkpoint_layers
 from patches.errors import RetrofitError
 from tests.helpers import TRAINABLE, S, W, awake
 
@@ -71,6 +73,21 @@ def test_every_loss_can_be_taken_in_segments(make: Any, settings: dict[str, Any]
         torch.testing.assert_close(ours, whole, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["joint", "kvm"])
+def test_layers_of_a_segment_can_be_computed_one_by_one(make: Any, kind: str) -> None:
+    model, rows = make(kind), batch()
+    losses, gradients = scored(model, Objective(), rows)
+    with Tracker() as before:
+        scored(model, Objective(segment=20), rows)
+    checkpoint_layers(model)
+    with Tracker() as after:
+        in_pieces, in_pieces_gradients = scored(model, Objective(segment=20), rows)
+    torch.testing.assert_close(in_pieces, losses, rtol=1e-9, atol=1e-12)
+    for ours, whole in zip(in_pieces_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-9, atol=1e-12)
+    assert after.peak < 0.9 * before.peak
+
+
 def test_layers_with_full_attention_carry_their_cache(make: Any) -> None:
     model, rows = make("joint", layers=[1]), batch()
     _, gradients = scored(model, Objective(), rows)
@@ -110,8 +127,30 @@ def test_activations_do_not_grow_with_the_row(make: Any) -> None:
     assert growth < 1.5 * (384 * of_token + 12 * (state + window))
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_nothing_of_a_step_stays_behind(make: Any, checkpointing: bool) -> None:
+    """The graph keeps functions, and these must not keep the graph: it holds them where Python cannot see it."""
+    model, rows = make("joint"), batch()
+    if checkpointing:
+        checkpoint_layers(model)
+    with Tracker() as tracker:
+        scored(model, Objective(segment=8), rows)
+        first = tracker.live
+        scored(model, Objective(segment=8), rows)
+    assert tracker.live == first
+
+
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(RetrofitError, match="gradient_checkpointing to false"):
-        Recipe(segment=64, gradient_checkpointing=True)
     with pytest.raises(RetrofitError, match="go with segment"):
         Recipe(segments_back=2)
+
+
+def test_the_recipe_of_long_rows_runs_scaled_down(checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
+    """The keys of the shipped recipe, with smaller numbers: segments, layers one by one, held-out rows in chunks."""
+    shipped = read_recipe("qwen2.5-7b-ahn-gdn-131072")
+    smaller = {"base": str(checkpoint), "data": str(text_file), "output": str(tmp_path / "run"), "streaming": False}
+    smaller |= {"window": 28, "sinks": 4, "seq_len": 512, "segment": 16, "steps": 2, "eval_rows": 1, "dtype": "float32"}
+    smaller |= {"eval_steps": 2, "save_steps": 2, "holdout": 0.2}
+    metrics = distill(Recipe.from_dict({**shipped, **smaller}))
+    kls = [entry["eval_kl"] for entry in metrics["curve"] if "eval_kl" in entry]
+    assert kls[-1] == pytest.approx(metrics["rows"][-1]["kl"], rel=1e-4)

@@ -20,7 +20,7 @@ MakeBase = Callable[..., PreTrainedModel]
 LENGTH = 25
 # these choose among tokens. Rounded to 16 bits, a near tie falls the other way now and then, and the few positions that
 # read what was chosen differ. In float32 and float64 nothing is excused
-CHOOSING = ("kvm", "tova", "h2o", "expected")
+CHOOSING = ("kvm", "tova", "h2o", "expected", "joint-rows")
 SIZES = ([1] * 25, [5, 9, 1, 1, 9], [10, 1, 14], [9, 2, 8, 6])
 
 

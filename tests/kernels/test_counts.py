@@ -26,9 +26,22 @@ PREFILL = {
     "joint": 220,
     "infini": 165,
     "tensor-cache": 120,
+    "compressive": 330,
+    # ten for each of 480 blocks, one after the other: who joins which row hangs on what the block before has written
+    "kvm": 5500,
 }
 # and of one that then decodes a token, with what the model does once for all layers
-DECODE = {"none": 63, "ahn-gdn": 103, "ahn-dn": 94, "ahn-mamba2": 97, "joint": 143, "infini": 127, "tensor-cache": 90}
+DECODE = {
+    "none": 63,
+    "ahn-gdn": 103,
+    "ahn-dn": 94,
+    "ahn-mamba2": 97,
+    "joint": 143,
+    "infini": 127,
+    "tensor-cache": 90,
+    "compressive": 108,
+    "kvm": 138,
+}
 
 
 def test_launches_of_a_layer(guard: Path) -> None:
@@ -36,12 +49,13 @@ def test_launches_of_a_layer(guard: Path) -> None:
     for kind, layer in found.items():
         for phase, most in (("prefill", PREFILL[kind]), ("decode", DECODE[kind])):
             assert layer[phase]["kernels"] <= most, (kind, phase, layer[phase])
-            assert layer[phase]["copied"] == 0, (kind, phase)  # from the host to the device
+            # from the host to the device; kvm's number of rows in each block while they grow, once for all layers
+            assert layer[phase]["copied"] <= (kind == "kvm" and phase == "prefill"), (kind, phase)
             assert layer[phase]["waited"] == 0, (kind, phase)  # of the host for the device
 
 
 # dispatched operations of a layer and token; the model's own share is spread over four layers
-DISPATCHED = {"none": 60, "ahn-gdn": 95, "ahn-dn": 90, "ahn-mamba2": 95, "joint": 140}
+DISPATCHED = {"none": 60, "ahn-gdn": 95, "ahn-dn": 90, "ahn-mamba2": 95, "joint": 140, "kvm": 160}
 
 
 class Dispatched(TorchDispatchMode):

@@ -203,9 +203,17 @@ def test_what_the_flash_kernel_is_given(guard: Path, padding: str) -> None:
 def test_decoding_with_the_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_flash, "flash_forward", reference_forward)
     q, k, v, *_ = (x.detach().transpose(1, 2) for x in rows(20, 0, 8, 2))
-    ours = kernels._flash_decode(q[:, :, -1:], k, v, scale=SCALE, dropout=0.0, lse=True)
-    for mine, expected in zip(ours, kernels.blocked_decode(q[:, :, -1:], k, v, scale=SCALE, lse=True), strict=True):
-        close(mine, expected, 1e-9)
+    for new, causal in ((1, False), (5, False), (5, True)):
+        last = q[:, :, -new:], k, v
+        ours = kernels._flash_decode(*last, scale=SCALE, dropout=0.0, lse=True, causal=causal)
+        theirs = kernels.blocked_decode(*last, scale=SCALE, lse=True, causal=causal)
+        for mine, expected in zip(ours, theirs, strict=True):
+            assert mine.shape[:2] == (2, new)
+            close(mine, expected, 1e-9)
+    # and causal is what it says
+    alone = kernels.blocked_decode(q[:, :, -3:-2], k[:, :, :-2], v[:, :, :-2], scale=SCALE)[0]
+    together = kernels.blocked_decode(q[:, :, -5:], k, v, scale=SCALE, causal=True)[0]
+    close(together[:, 2:3], alone, 1e-9)
 
 
 def test_the_table_on_a_gpu() -> None:

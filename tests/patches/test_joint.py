@@ -40,8 +40,19 @@ def apply(layer: torch.nn.Linear, x: Tensor) -> Tensor:
     return linear(x, layer.weight.double(), layer.bias.double())
 
 
-def written_out(memory: JointMemory, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: Any) -> Tensor:
-    """docs/memories/joint.md, one head, one query and one token at a time; ``q``, ``k`` without positions."""
+def written_out(
+    memory: JointMemory,
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: Any,
+    rows: Callable[[int, int, int], list[int]] = lambda b, kv, t: [],
+) -> Tensor:
+    """docs/memories/joint.md, one head, one query and one token at a time; ``q``, ``k`` without positions.
+
+    ``rows`` says which tokens besides sinks and window query t sees in row b and key head kv.
+    """
     cos, sin = rotary(torch.arange(T)[None])
     turned_q, turned_k = rotate(q, cos, sin), rotate(k, cos, sin)
     out = torch.zeros(B, T, memory.heads, memory.head_dim, dtype=torch.float64)
@@ -51,7 +62,7 @@ def written_out(memory: JointMemory, x: Tensor, q: Tensor, k: Tensor, v: Tensor,
             s = h // (memory.heads // memory.states)
             states = {name: torch.zeros(memory.features, memory.head_dim + 1).double() for name in ("linear", "delta")}
             for t in range(T):
-                seen = [j for j in range(t + 1) if t - j < W or j < S]
+                seen = [j for j in range(t + 1) if t - j < W or j < S] + rows(b, kv, t)
                 scores = turned_k[b, kv, seen] @ turned_q[b, h, t] * SCALE
                 window = scores.softmax(0) @ v[b, kv, seen]
                 j = t - W

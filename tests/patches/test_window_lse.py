@@ -110,6 +110,16 @@ def test_on_a_cpu_the_output_is_bit_for_bit_that_without(dtype: torch.dtype) -> 
     assert lse.shape == (B, 1, H)
 
 
+def test_a_mask_for_all_queries_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lse_file, "SCORES", 1)  # a query at a time
+    q, k, v = torch.randn(2, 3, 5, 8), torch.randn(2, 7, 8), torch.randn(2, 7, 8)
+    mask = torch.arange(7) < torch.tensor([4, 7])[:, None, None, None]
+    for found, expected in zip(
+        recomputed_attention_lse(q, k, v, mask, 0.3), naive_attention_lse(q, k, v, mask, 0.3), strict=True
+    ):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
 def test_dropout_leaves_the_normaliser_alone() -> None:
     q, k, v = heads()
     rows = q[:, :, -1:], k, v.new_ones(v.shape)

@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_a_memory_configuration(data: Any) -> None:
 def test_options_of_every_kind(base: Any, data: st.DataObject) -> None:
     """On a model too: some values only show to be wrong beside the base's shapes."""
     kind = data.draw(st.sampled_from(list(KINDS)))
-    names = [*KINDS[kind].Options.__dataclass_fields__, "surprise"]
+    names = [*(field.name for field in fields(KINDS[kind].Options)), "surprise"]
     options = data.draw(st.dictionaries(st.sampled_from(names), st.sampled_from(JUNK), min_size=1, max_size=3))
     window, sinks = data.draw(st.sampled_from([(8, 2), (1, 0), (10**30, 0), (8, 10**30), (-1, 0), (True, 0)]))
     refusal("options", lambda: retrofit.patch(base, kind, window, sinks, **options))

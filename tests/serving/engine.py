@@ -22,7 +22,10 @@ class Engine:
         self.model = model
         dtype = next(model.parameters()).dtype
         attentions = [layer.self_attn for layer in model.model.layers]
-        self.layers = [PagedMemory(attention.memory, dtype, attention.scaling) for attention in attentions]
+        self.layers = [
+            PagedMemory(attention.memory, dtype, attention.scaling, rotates=attention.use_rope)
+            for attention in attentions
+        ]
         self.pools = [{name: garbage(pages, kept) for name, kept in layer.fields.items()} for layer in self.layers]
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from patches.errors import RetrofitError
 from tests.helpers import awake, close, logits, tokens
 from tests.serving.engine import Engine
 
-FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")
+FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral", "SmolLM3")  # experts are no part of a page
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("none", {}),
     ("ahn-gdn", {}),
@@ -28,6 +28,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("kvm", {"rows": 5, "chunk": 2, "positions": "edge"}),
     ("expected", {"rows": 5}),
     ("expected", {"rows": 5, "bits": 4}),
+    ("joint-rows", {"rows": 5, "bits": 8}),
     ("compressive", {"rows": 3, "ratio": 3}),
     ("compressive", {"rows": 3, "ratio": 1, "pool": "max"}),
 ]

@@ -93,6 +93,12 @@ def test_sixteen_at_once_in_chunks(export: Export, serve: Any, family: str, kind
     assert served.tokens(prompts(), likeliest()) == continued(folder, prompts(), NEW)
 
 
+@pytest.mark.parametrize("kind", ["none", "joint", "kvm"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "SmolLM3"])
+def test_families_that_are_unlike_the_four(export: Export, serve: Any, family: str, kind: str) -> None:
+    test_sixteen_at_once_in_chunks(export, serve, family, kind)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_prompts_one_at_a_time(export: Export, serve: Any, kind: str) -> None:
     folder = export("Qwen2", kind, **KINDS[kind])
@@ -193,8 +199,21 @@ def test_what_a_memory_cannot_follow_is_refused(export: Export, settings: dict[s
     ("kind", "options"), [("tova", {}), ("kvm", {"budget": "saturating"}), ("ahn-gdn", {"layers": [0]})]
 )
 def test_memories_without_a_page_are_refused(export: Export, kind: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"pages of fixed size|keep full attention"):
+    with pytest.raises(ValueError, match=r"pages of fixed size|keep the base's own attention"):
         configured(export("Llama", kind, **options))
+
+
+def test_layers_that_keep_their_own_window_are_refused(export: Export) -> None:
+    with pytest.raises(ValueError, match=r"only layers \[1\] of this model"):
+        configured(export("Ministral", "none"))
+
+
+def test_heads_that_vllm_sizes_otherwise_are_refused(exports: Path, byte_tokenizer: Any, make_base: Any) -> None:
+    folder = exports / "wide-heads"
+    awake(make_base("Qwen2", vocab_size=len(byte_tokenizer), head_dim=32), "none").save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match="knows no heads of 32"):
+        Served(folder)
 
 
 def test_prefix_caching_is_switched_off(export: Export) -> None:

@@ -264,3 +264,60 @@ def test_any_file_is_read_or_refused_by_name(
         said = str(error)
     assert said.startswith(str(path))
     assert "\n" not in said
+
+
+# ---- documents by themselves, several sources, a source to be scored ----
+
+
+def test_documents_can_have_rows_of_their_own(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = ["w5 w6 w7 w8 w9", "  ", "w10", "w11 w12", "w13 w14 w15"]
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    split = load_rows(source, tokenizer, seq_len=4, holdout=0.2, packing=False)
+    rows = [split.train[index] for index in range(len(split.train))]
+    assert [row["input_ids"].tolist() for row in rows] == [[5, 6, 7, 8], [9, 2], [10, 2], [11, 12, 2]]
+    assert all(torch.equal(row["input_ids"], row["labels"]) for row in rows)
+    assert split.held_out.batch()[0].tolist() == [[13, 14, 15, 2]]
+    assert split.held_out_part == "the last 20% of its documents"
+    padded = split.collator([rows[0], rows[1]])  # type: ignore[misc]
+    assert padded["labels"][1].tolist() == [9, 2, *[-100] * 6]
+    streamed = load_rows(source, tokenizer, seq_len=4, eval_rows=1, packing=False, streaming=True)
+    assert next(iter(streamed.train))["input_ids"].tolist() == [9, 2]
+
+
+def test_sources_are_mixed_by_weight(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    one = write_lines(tmp_path / "one.jsonl", [{"text": " ".join(["w5"] * 79)}])
+    two = write_lines(tmp_path / "two.jsonl", [{"text": " ".join(["w6"] * 159)}])
+    split = load_rows(one, tokenizer, seq_len=4, holdout=0.5, mix={two: 0.5})
+    first = [split.train[index]["input_ids"][0].item() for index in range(len(split.train))]
+    assert (first.count(5), first.count(6)) == (10, 10)
+    assert first[:4].count(5) == 2  # evenly spread
+    held_out = split.held_out.head(6).batch()[0][:, 0].tolist()
+    assert (held_out.count(5), held_out.count(6)) == (2, 4)  # by their sizes: nothing is weighed there
+    assert split.tokens == {"all": 240, "train": 120, "held_out": 120}
+    twice = load_rows(one, tokenizer, seq_len=4, holdout=0.5, mix={two: 2})
+    assert len(twice.train) == 10 + 2 * 20
+    with pytest.raises(RetrofitError, match="larger weight"):
+        load_rows(one, tokenizer, seq_len=4, holdout=0.5, mix={two: 0.01})
+
+
+def test_text_and_conversations_are_mixed(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("once upon a time " * 20)
+    chats = write_chats(tmp_path / "chats.jsonl", 10)
+    split = load_rows(str(text), chat_tokenizer, seq_len=16, holdout=0.2, mix={chats: 1})
+    batch = split.collator([split.train[index] for index in range(4)])  # type: ignore[misc]
+    assert batch["input_ids"].shape == batch["labels"].shape
+    assert len(split.train) == 25
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_source_of_its_own_is_scored(
+    tmp_path: Path, text_file: Path, tokenizer: PreTrainedTokenizerFast, streaming: bool
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(" ".join(["w7"] * 100))
+    source = write_lines(tmp_path / "text.jsonl", [{"text": text_file.read_text()}])
+    split = load_rows(source, tokenizer, seq_len=50, eval_data=str(other), streaming=streaming)
+    assert split.held_out.batch()[0].tolist() == [[7] * 50] * 2
+    assert split.held_out_part == f"all of {other}"
+    assert streaming or len(split.train) == 60  # type: ignore[arg-type]

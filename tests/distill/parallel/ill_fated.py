@@ -1,7 +1,7 @@
 """The command line in a process, alone or the second of two, that meets with something in its third step or after it.
 
-First argument: ``signal`` (it can still finish the step), ``nan``, ``kill``, or ``kill-saving`` (its second
-checkpoint); then the command.
+First argument: ``signal`` (it can still finish the step), ``nan``, ``kill``, ``kill-once`` (not after a restart), or
+``kill-saving`` (its second checkpoint); then the command.
 """
 
 import os
@@ -23,7 +23,7 @@ def _compute_loss(self: DistillTrainer, model: Any, *args: Any, **kwargs: Any) -
             os.kill(os.getpid(), signal.SIGTERM)
         elif fate == "nan":
             loss = loss * float("nan")  # finite when it was looked at: its gradient is not
-        elif fate == "kill":
+        elif fate == "kill" or (fate == "kill-once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
             os.kill(os.getpid(), signal.SIGKILL)
     return loss
 

@@ -199,3 +199,15 @@ def test_an_error_in_one_process_is_one_sentence(recipe: Path, here: Path, capfd
     printed = capfd.readouterr()
     assert "Traceback" not in printed.err + printed.out
     assert {path.name for path in run.iterdir()} == {"log.jsonl", "recipe.yaml", "run.json"}
+
+
+def test_a_killed_process_is_started_again_with_the_others(recipe: Path, here: Path) -> None:
+    run, restarted = here / "restarted", Machines(nproc=2, max_restarts=1)
+    flags = ["--nproc", "2", "--save-steps", "2", "--set", "eval_steps=2"]
+    launch([str(HERE / "ill_fated.py"), "kill-once", "distill", str(recipe), *flags, "-o", str(run)], restarted)
+    curve = json.loads((run / "metrics.json").read_text())["curve"]
+    assert [entry["step"] for entry in curve if "loss" in entry] == [1, 2, 3, 4, 5]
+    launch([str(ROOT / "cli.py"), "distill", str(recipe), *flags, "-o", str(here / "unharmed")], TWO)
+    found, unharmed = (load_file(path / "adapter" / "adapter_model.safetensors") for path in (run, here / "unharmed"))
+    for name, value in unharmed.items():
+        assert torch.equal(found[name], value), name

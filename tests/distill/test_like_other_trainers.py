@@ -1,0 +1,145 @@
+"""Keys that users of other trainers know: passes, schedules, early stopping, rows by length, readers, pushes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distill import DistillTrainer, distill
+from distill.checkpoint import checkpoints
+from distill.data.rows import ByLength
+from distill.preflight import check_recipe
+from distill.recipe import Recipe
+from distill.run import steps_of
+from patches.errors import RetrofitError
+from retrofit.adapter import WEIGHTS
+from tests.hub_server import HubServer
+
+
+@pytest.fixture
+def recipe(checkpoint: Path, text_file: Path, tmp_path: Path) -> Recipe:
+    """Four steps on a tiny checkpoint."""
+    places = {"base": str(checkpoint), "data": str(text_file), "output": str(tmp_path / "run")}
+    shape: dict[str, Any] = {"window": 6, "sinks": 2, "seq_len": 40, "eval_rows": 4}
+    return Recipe(**places, **shape, steps=4, eval_steps=2, save_steps=2)
+
+
+def changed(recipe: Recipe, **values: Any) -> Recipe:
+    return Recipe.from_dict({**recipe.to_dict(), **values})
+
+
+def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    return load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batch", "accumulated", "processes", "steps"),
+    [(1, 4, 1, 1, 17), (2, 4, 1, 1, 34), (0.5, 4, 1, 1, 9), (1, 4, 2, 2, 5), (1, 100, 8, 4, 1)],
+)
+def test_passes_decide_the_steps(
+    recipe: Recipe, epochs: float, batch: int, accumulated: int, processes: int, steps: int
+) -> None:
+    asked = changed(recipe, epochs=epochs, batch_size=batch, gradient_accumulation_steps=accumulated)
+    assert steps_of(asked, 67, processes) == steps
+
+
+def test_a_run_of_one_pass_with_a_schedule_of_its_own(recipe: Recipe) -> None:
+    asked = changed(
+        recipe,
+        epochs=1,
+        batch_size=32,
+        scheduler="cosine_with_min_lr",
+        scheduler_options={"min_lr": 5e-3},
+        warmup=0.0,
+        optimizer="sgd",
+        workers=1,
+    )
+    metrics = distill(asked)
+    rates = [entry["learning_rate"] for entry in metrics["curve"] if "learning_rate" in entry]
+    assert metrics["recipe"]["steps"] == len(rates) == 3  # 67 rows
+    assert min(rates) >= 5e-3
+    assert "exp_avg" not in str(torch.load(Path(str(recipe.output)) / "checkpoint-2" / "optimizer.pt"))
+
+
+def test_rows_of_like_length_come_together_and_in_the_same_order_again(recipe: Recipe) -> None:
+    rows = [{"input_ids": torch.zeros(length)} for length in torch.randint(1, 50, (64,)).tolist()]
+    sampler, again = ByLength(4, rows, seed=3), ByLength(4, rows, seed=3)
+    first = list(sampler)
+    assert sorted(first) == list(range(64))
+    batches = [[len(rows[index]["input_ids"]) for index in first[at : at + 4]] for at in range(0, 64, 4)]
+    assert sum(max(batch) - min(batch) for batch in batches) < 16 * 10  # at random, 16 x 30
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    again.set_epoch(1)
+    sampler.set_epoch(1)
+    assert list(again) == list(sampler)
+
+
+def test_documents_by_length_resume_where_they_were(recipe: Recipe, tmp_path: Path) -> None:
+    lines = [{"text": " ".join(["w5", "w6", "w7"] * (5 + number % 9))} for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    asked = changed(recipe, data=str(tmp_path / "a.jsonl"), packing=False, group_by_length=True, min_length=12)
+    distill(asked)
+    whole = weights(asked)
+    for path in checkpoints(Path(str(asked.output)))[1:]:
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    distill(asked, resume=True)
+    for name, value in weights(asked).items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_patience_stops_and_takes_the_best(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    kls = iter([0.5, 0.3, 0.4, 0.6, 0.1])
+    measured = DistillTrainer._kl_by_distance
+
+    def scripted(self: DistillTrainer, model: Any, data: Any) -> dict[str, float]:
+        of_memory = model is self.accelerator.unwrap_model(self.model)
+        return {"": next(kls)} if of_memory else measured(self, model, data)
+
+    monkeypatch.setattr(DistillTrainer, "_kl_by_distance", scripted)
+    asked = changed(recipe, steps=10, eval_steps=1, save_steps=1, patience=2)
+    metrics = distill(asked)
+    assert [entry["step"] for entry in metrics["curve"] if "loss" in entry] == [1, 2, 3, 4]
+    best = load_file(Path(str(asked.output)) / "checkpoint-2" / WEIGHTS)
+    for name, value in weights(asked).items():
+        assert torch.equal(value, best[name]), name
+
+
+def test_every_checkpoint_is_pushed(recipe: Recipe, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrofit.hub.WAITS", ())
+    token = "hf_" + "m" * 34
+    hub.users[token] = "user"
+    monkeypatch.setenv("HF_TOKEN", token)
+    distill(changed(recipe, push_to="user/fitted"))
+    assert hub.repos["user/fitted"].messages[-3:] == ["Step 2", "Step 4", "The fitted memory"]
+
+
+def test_a_hub_that_fails_does_not_stop_the_run(
+    recipe: Recipe, hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("retrofit.hub.WAITS", ())
+    distill(changed(recipe, push_to="user/fitted"))  # nobody is logged in
+    assert capsys.readouterr().err.count("was not pushed") == 3
+    assert weights(recipe)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"patience": 2, "eval_steps": 3}, r"save_steps \(2\) must be a multiple of eval_steps \(3\)"),
+        ({"streaming": True, "epochs": 1}, "leave out streaming"),
+        ({"mix": {"a.txt": 0}}, "how often its rows are read"),
+        ({"mix": {"a.txt": "much"}}, "how often its rows are read"),
+        ({"optimizer": "adamw"}, "optimizer"),
+        ({"scheduler_options": {"no_such": 1}}, "scheduler_options do not fit cosine"),
+        ({"push_to": "nobody"}, "write user/name"),
+    ],
+)
+def test_mistakes(recipe: Recipe, keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(RetrofitError, match=said):
+        check_recipe(changed(recipe, **keys))

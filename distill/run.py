@@ -22,7 +22,7 @@ import retrofit
 from distill.arguments import CHECKPOINTING, DistillArguments
 from distill.callbacks import PushAdapter, RunLog, ShowProgress, StopOnSignal, seconds
 from distill.checkpoint import STATE, checkpoints, step_of
-from distill.data.split import Split, check_vocabulary, load_rows
+from distill.data.split import Split, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
 from distill.model import build_model, calibrate_on
@@ -41,7 +41,7 @@ from retrofit.export import export_model
 from retrofit.files import check_output, no_empty_folders, write_folder, write_json, write_text
 from retrofit.fingerprint import difference
 from retrofit.head import gathered
-from retrofit.loading import load_config, load_tokenizer
+from retrofit.loading import check_vocabulary, load_config, load_tokenizer
 from retrofit.settings import settings
 from retrofit.table import finite, print_table
 
@@ -117,6 +117,9 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         calibrate_on(model, split.train)
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
         raise RetrofitError(f"the base of the run in {output} is not the one that it was started with: {other}")
+    torch.set_float32_matmul_precision("high" if recipe.tf32 else "highest")  # of the backward pass, too
+    for memory in model.model.memories().values():
+        memory.tf32 = recipe.tf32
     sizes = {"memory": sum(p.numel() for _, p in model.memory_parameters()), "all": model.num_parameters()}
     processes.wait()  # each has loaded the base at its own pace
     if resume and processes.main:

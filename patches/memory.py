@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .linear import cast, wide
+from .linear import cast, exact_products, wide
 from .options import Options
 from .step import Step
 
@@ -36,6 +36,7 @@ class Memory(nn.Module):
     Attributes:
         window, sinks: W and S; run-time settings, changed by ``set_window``.
         Options: dataclass of the kind's own options.
+        tf32: whether products of float32 numbers may be taken in TF32 on a GPU, as torch's global switch says.
         trainable: whether there is anything to distil.
         calibrates: whether it learns from texts that it is shown, by ``observe`` and ``settle``, without gradients.
         needs_key_bias: whether it must know what the base adds to every key.
@@ -45,6 +46,7 @@ class Memory(nn.Module):
     """
 
     is_retrofit_memory = True
+    tf32 = False
     kind: ClassVar[str]
     trainable: ClassVar[bool] = True
     calibrates: ClassVar[bool] = False
@@ -100,7 +102,7 @@ class Memory(nn.Module):
         if step.layer is None and not step.now.evicting:
             return None
         # states, gates and decays stay in float32 under mixed precision too
-        with torch.autocast(step.x.device.type, enabled=False):
+        with torch.autocast(step.x.device.type, enabled=False), exact_products(self.tf32):
             if step.now.full and self.trainable:
                 step.x = cast(step.x, wide(step.x.dtype))  # once for all projections
             step.gates = self.write_gates(step.x)

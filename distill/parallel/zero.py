@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -146,6 +147,8 @@ def starting() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # assertions, wrong keyword arguments, missing keys: whatever a wrong value runs into
+        if "RANK" not in os.environ:  # a script of the user's own
+            raise RetrofitError("deepspeed: start the script with torchrun or accelerate launch") from error
         raise RetrofitError(
             f"deepspeed: DeepSpeed does not start with this configuration ({type(error).__name__}: "
             f"{first_line(error)}): correct or remove the key that it names"

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import retrofit
 from patches.errors import RetrofitError
+from tests.conftest import tiny_base
 from tests.helpers import ON_A_WINDOW, TRAINABLE, S, W, awake, capacity, feed, logits, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
@@ -125,3 +127,27 @@ def test_a_configuration_without_a_memory_is_no_model() -> None:
 
     with pytest.raises(RetrofitError, match=r"retrofit\.patch"):
         RetrofitQwen2ForCausalLM(RetrofitQwen2Config(hidden_size=16, num_attention_heads=2, num_hidden_layers=1))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_products_of_a_memory_do_not_follow_the_global_switch(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it was told that they may; afterwards the switch is as before."""
+    switch, seen = torch.backends.cuda.matmul, []
+    model = awake(tiny_base("Qwen2"), "ahn-gdn")
+    gates = type(model.model.memories()[0]).write_gates
+
+    def watched(self: Any, x: Tensor) -> Tensor:
+        seen.append(switch.fp32_precision)
+        return gates(self, x)
+
+    monkeypatch.setattr(type(model.model.memories()[0]), "write_gates", watched)
+    for memory in model.model.memories().values():
+        memory.tf32 = asked
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        logits(model, tokens(1, 3 * W))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {"tf32" if asked else "ieee"}

@@ -30,6 +30,7 @@ UNSUPPORTED = {
     "sequence_parallel_size": "a memory reads a sequence from its beginning",
     "pipeline": "teacher and student are one model in every process",
     "compression_training": "the base has to stay as it is",
+    "autotuning": "it starts runs of its own",
 }
 FROM_THE_RECIPE = {
     "train_micro_batch_size_per_gpu": "auto",

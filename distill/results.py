@@ -68,6 +68,7 @@ def compare(
             start=recipe.window + recipe.sinks,
             labels=None if labels is None else labels[mine],
             batch_size=recipe.batch_size,
+            chunk=recipe.segment,
             on_batch=lambda done, _: bar.update(done, tokens=round(split.row_tokens * processes.count)),
         )
     shares = processes.all_of(scores)

@@ -22,7 +22,7 @@ import retrofit
 from distill.arguments import CHECKPOINTING, DistillArguments
 from distill.callbacks import PushAdapter, RunLog, ShowProgress, StopOnSignal, seconds
 from distill.checkpoint import STATE, checkpoints, step_of
-from distill.data.split import Split, check_vocabulary, load_rows
+from distill.data.split import Split, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
 from distill.model import build_model, calibrate_on
@@ -41,7 +41,7 @@ from retrofit.export import export_model
 from retrofit.files import check_output, no_empty_folders, write_folder, write_json, write_text
 from retrofit.fingerprint import difference
 from retrofit.head import gathered
-from retrofit.loading import load_config, load_tokenizer
+from retrofit.loading import check_vocabulary, load_config, load_tokenizer
 from retrofit.settings import settings
 from retrofit.table import finite, print_table
 

@@ -16,6 +16,13 @@ class RetrofitQwen3MoeConfig(Qwen3MoeConfig):
     model_type = "retrofit_qwen3_moe"
     memory: dict[str, Any] | None = None
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, whose later releases write the number of experts under a name that 5.0 does not read."""
+        if "num_local_experts" in config_dict:
+            config_dict = {**config_dict, "num_experts": config_dict["num_local_experts"]}
+        return super().from_dict(config_dict, **kwargs)
+
 
 class RetrofitQwen3MoeAttention(NormalisedHeads, Qwen3MoeAttention):
     """``Qwen3MoeAttention`` with a memory."""

@@ -11,7 +11,7 @@ from transformers import Cache, TextStreamer, set_seed
 from patches.errors import RetrofitError
 
 from .adapter import load_adapter
-from .loading import load_base, load_config, load_tokenizer
+from .loading import check_vocabulary, load_base, load_config, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ def load_for_generation(path: str, adapter: str | Path | None = None) -> tuple[A
     Raises:
         RetrofitError: as :func:`retrofit.loading.load_base`, ``load_tokenizer`` and :func:`retrofit.load_adapter`.
     """
-    load_config(path)  # no such model: said before its tokenizer is missed
+    config = load_config(path)  # no such model: said before its tokenizer is missed
     tokenizer = load_tokenizer(path)
+    check_vocabulary(tokenizer, config)
     model = load_base(path) if adapter is None else load_adapter(path, adapter)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 

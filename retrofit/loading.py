@@ -94,6 +94,20 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     return tokenizer
 
 
+def check_vocabulary(tokenizer: Any, config: Any) -> None:
+    """Refuse a tokenizer with ids that the base has no embedding for.
+
+    Raises:
+        RetrofitError: that is the case.
+    """
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= config.vocab_size:
+        raise RetrofitError(
+            f"the tokenizer has ids up to {largest}, the base has embeddings for {config.vocab_size} tokens: use the "
+            "tokenizer that belongs to the base, or enlarge the base with resize_token_embeddings and save both"
+        )
+
+
 def _refuse_larger(path: str, config: Any) -> None:
     """Refuse a configuration that cannot be that of the weights beside it, because they are too small by far.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrofit
 from distill.parallel.zero import find_config
@@ -163,3 +163,18 @@ def test_a_base_with_a_nan_is_named(value: float, desk: Path) -> None:
         refused(run(*command), "broken: model.layers.1.mlp.up_proj.weight holds NaN or infinite values")
     assert not Path("out").exists()
     shutil.rmtree("broken")
+
+
+def test_a_tokenizer_with_more_ids_than_embeddings_is_named(desk: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained("base")
+    tokenizer.add_tokens(["<one>", "<two>"])
+    shutil.copytree("base", "grown")
+    tokenizer.save_pretrained("grown")
+    for command in (
+        ["distill", "grown", "--data", "corpus", *SMALL, "-o", "out"],
+        ["eval", "grown", "--window", 8, "--data", "corpus/text.txt", "-o", "out"],
+        ["generate", "grown", "--prompt", "<two>"],
+    ):
+        refused(run(*command), "the tokenizer has ids up to", "the base has embeddings for")
+    assert not Path("out").exists()
+    shutil.rmtree("grown")

@@ -127,20 +127,6 @@ def load_rows(
     return found
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
-    """Refuse a tokenizer with ids that the base has no embedding for.
-
-    Raises:
-        RetrofitError: that is the case.
-    """
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if largest >= config.vocab_size:
-        raise RetrofitError(
-            f"the tokenizer has ids up to {largest}, the base has embeddings for {config.vocab_size} tokens: use the "
-            "tokenizer that belongs to the base, or enlarge the base with resize_token_embeddings and save both"
-        )
-
-
 def _kept(data: Any, min_length: int) -> tuple[np.ndarray, np.ndarray, Counts]:
     """The rows that are long enough, how many tokens each has, and the counts of all rows."""
     import pyarrow.compute as pc

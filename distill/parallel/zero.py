@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -29,6 +30,7 @@ UNSUPPORTED = {
     "sequence_parallel_size": "a memory reads a sequence from its beginning",
     "pipeline": "teacher and student are one model in every process",
     "compression_training": "the base has to stay as it is",
+    "autotuning": "it starts runs of its own",
 }
 FROM_THE_RECIPE = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -146,6 +148,8 @@ def starting() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # assertions, wrong keyword arguments, missing keys: whatever a wrong value runs into
+        if "RANK" not in os.environ:  # a script of the user's own
+            raise RetrofitError("deepspeed: start the script with torchrun or accelerate launch") from error
         raise RetrofitError(
             f"deepspeed: DeepSpeed does not start with this configuration ({type(error).__name__}: "
             f"{first_line(error)}): correct or remove the key that it names"

@@ -12,7 +12,7 @@ from patches.errors import RetrofitError
 from retrofit.adapter import load_adapter
 from retrofit.evaluation.baselines import equal_memory_window, window_only
 from retrofit.families import is_retrofit
-from retrofit.loading import load_base, load_config, load_tokenizer
+from retrofit.loading import check_vocabulary, load_base, load_config, load_tokenizer
 from retrofit.patching import patch
 
 TEACHER, WINDOW_ONLY, EQUAL = "teacher", "window-only", "window-only, equal memory"
@@ -77,8 +77,8 @@ def load_contenders(
     Raises:
         RetrofitError: as the loaders; nothing to compare; two adapters of one name; W or S out of range.
     """
-    load_config(path)
-    tokenizer = load_tokenizer(path)
+    config, tokenizer = load_config(path), load_tokenizer(path)
+    check_vocabulary(tokenizer, config)
     base = load_base(path, dtype=dtype)
     base.eval().to("cuda" if torch.cuda.is_available() else "cpu")
     memories: dict[str, Any] = {base.config.memory["kind"]: base} if is_retrofit(base) else {}

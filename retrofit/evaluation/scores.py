@@ -63,6 +63,7 @@ def evaluate(
     labels: Tensor | None = None,
     teacher: bool = True,
     batch_size: int = 8,
+    chunk: int | None = None,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> dict[str, Scores]:
     """Score one model, or several that share a base, on the same positions of the same sequences.
@@ -77,6 +78,7 @@ def evaluate(
         labels: (N, T), -100 at tokens that nobody has to predict; by default all are to be predicted.
         teacher: score the teacher too, as row ``"teacher"``, and give every model its KL to it.
         batch_size: sequences per forward pass.
+        chunk: tokens per forward pass, for sequences that are too long for one; by default all.
         on_batch: called with (sequences done, N) after each batch, for progress bars.
 
     Returns:
@@ -99,13 +101,14 @@ def evaluate(
     head = first.get_output_embeddings()
     device = head.weight.device
 
-    def as_teacher(ids: Tensor) -> Tensor:
-        with first.memory_off():
-            return _read_alone(first, ids)
+    known = {"teacher": first, **models} if teacher else models
+    rows: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in known}
 
-    readers: dict[str, Reader] = {"teacher": as_teacher} if teacher else {}
-    readers |= {name: partial(_read_alone, one) for name, one in models.items()}
-    rows: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in readers}
+    def readers() -> dict[str, Reader]:
+        alone: dict[str, Reader] = {name: partial(_read_alone, one) for name, one in known.items()}
+        made = cached_readers(known) if chunk else alone
+        return made | ({"teacher": partial(_without_memory, first, made["teacher"])} if teacher else {})
+
     with torch.no_grad(), evaluating(*models.values()):
         for at in range(0, len(sequences), batch_size):
             where = scored[at : at + batch_size]
@@ -113,9 +116,15 @@ def evaluate(
             # what comes after the last label changes nothing before it
             ids = sequences[at : at + batch_size, : start + last + 2].to(device)
             taken = where[:, : last + 1].to(device)
-            for _, scores in scored_pieces(readers, head, ids, start, ids.shape[1], taken):
+            found: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in known}
+            for piece, scores in scored_pieces(readers(), head, ids, start, chunk or ids.shape[1], taken):
+                counted = where[:, piece.start - start : piece.stop - start]
                 for name, parts in scores.items():
-                    rows[name].append(tuple(_spread(part.cpu(), where) for part in parts))
+                    found[name].append(tuple(_spread(part.cpu(), counted) for part in parts))
+            rest = torch.zeros_like(where[:, last + 1 :])
+            nothing = tuple(_spread(torch.empty(0, dtype=dtype), rest) for dtype in (*[torch.float32] * 2, torch.bool))
+            for name, pieced in found.items():
+                rows[name].append(tuple(torch.cat(parts, 1) for parts in zip(*pieced, nothing, strict=True)))
             if on_batch is not None:
                 on_batch(min(at + batch_size, len(sequences)), len(sequences))
     columns = {name: [torch.cat(parts) for parts in zip(*batches, strict=True)] for name, batches in rows.items()}
@@ -141,6 +150,11 @@ def hidden_states(model: Any, tokens: Mapping[str, Tensor], decoder: Any = None)
     finally:
         handle.remove()
     return taken[0]
+
+
+def _without_memory(model: Any, read: "Reader", ids: Tensor) -> Tensor:
+    with model.memory_off():
+        return read(ids)
 
 
 def _read_alone(model: Any, ids: Tensor) -> Tensor:

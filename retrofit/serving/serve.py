@@ -12,13 +12,7 @@ from ..loading import load_config
 
 ENGINES = ("vllm", "transformers")
 VLLM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-# retrofit first: the classes of an export are then known, and its code need not be trusted
-TRANSFORMERS = [
-    sys.executable,
-    "-c",
-    "import retrofit\nfrom transformers.cli.transformers import main\nmain()",
-    "serve",
-]
+TRANSFORMERS = [sys.executable, "-m", "retrofit.serving.transformers_server", "serve"]
 
 
 def engine_command(

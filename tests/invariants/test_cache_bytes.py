@@ -10,20 +10,32 @@ import retrofit
 from patches.kinds import KINDS
 from tests.helpers import ON_A_WINDOW, S, W, awake, feed, tokens
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-def test_the_cache_stops_growing(one_model: Any, kind: str) -> None:
-    _, cache = feed(one_model, tokens(2, 64), [64])
+
+def assert_stops_growing(model: Any) -> None:
+    _, cache = feed(model, tokens(2, 64), [64])
     full = retrofit.cache_bytes(cache)
     for sizes in ([1] * 20, [33], [7, 1, 90]):
-        _, cache = feed(one_model, tokens(2, sum(sizes)), sizes, cache=cache)
+        _, cache = feed(model, tokens(2, sum(sizes)), sizes, cache=cache)
         assert retrofit.cache_bytes(cache) == full
-    _, longer = feed(one_model, tokens(2, 300), [300])
+    _, longer = feed(model, tokens(2, 300), [300])
     assert retrofit.cache_bytes(longer) == full, "the bytes depend on how the text was fed"
+
+
+def test_the_cache_stops_growing(one_model: Any) -> None:
+    assert_stops_growing(one_model)
+
+
+def test_in_half_precision(kind: str, half: tuple[PreTrainedModel, torch.dtype, bool]) -> None:
+    base, dtype, mixed = half
+    with torch.autocast("cpu", dtype, enabled=mixed):
+        assert_stops_growing(awake(base if mixed else base.to(dtype), kind))
 
 
 @pytest.mark.parametrize("kind", ON_A_WINDOW)
 def test_the_bytes_are_sinks_window_gates_and_state(partner: PreTrainedModel, kind: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         model = awake(partner.to(dtype), kind)
         _, cache = feed(model, tokens(3, 64), [64])
         for layer in cache.layers:
@@ -38,7 +50,7 @@ def test_the_bytes_are_sinks_window_gates_and_state(partner: PreTrainedModel, ki
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ON_A_WINDOW])
 def test_state_bytes_are_what_is_held_beyond_sinks_window_and_gates(partner: PreTrainedModel, kind: str) -> None:
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         model = awake(partner.to(dtype), kind)
         layer = feed(model, tokens(3, 64), [64])[1].layers[0]
         held = sum(tensor.numel() * tensor.element_size() for tensor in layer.tensors())

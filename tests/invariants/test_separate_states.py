@@ -12,12 +12,23 @@ LENGTH = 30
 
 
 def test_two_generations_in_turn(one_model: Any) -> None:
+    assert_apart(one_model)
+
+
+def test_in_half_precision(kind: str, half: tuple[PreTrainedModel, torch.dtype, bool]) -> None:
+    base, dtype, mixed = half
+    with torch.autocast("cpu", dtype, enabled=mixed):
+        assert_apart(awake(base if mixed else base.to(dtype), kind))
+
+
+def assert_apart(model: Any) -> None:
+    """Two texts that are read by turns, each into a cache of its own, give the bits that each gives alone."""
     texts = [tokens(2, LENGTH, seed) for seed in (0, 1)]
-    alone = [feed(one_model, ids, [12, *[1] * 5, 13])[0] for ids in texts]
+    alone = [feed(model, ids, [12, *[1] * 5, 13])[0] for ids in texts]
     caches, out = [DynamicCache(), DynamicCache()], [[], []]
     for start, end in [(0, 12), *((t, t + 1) for t in range(12, 17)), (17, LENGTH)]:
         for which, ids in enumerate(texts):
-            out[which].append(feed(one_model, ids[:, start:end], [end - start], cache=caches[which])[0])
+            out[which].append(feed(model, ids[:, start:end], [end - start], cache=caches[which])[0])
     for which in (0, 1):
         assert torch.equal(torch.cat(out[which], 1), alone[which])
 

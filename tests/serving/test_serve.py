@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+import retrofit
 from patches.errors import RetrofitError
 from retrofit.serving.serve import engine_command
+from tests.helpers import ROOT, fresh_process
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def test_vllm_if_it_is_there(byte_checkpoint: Path, installed: set[str]) -> None
 def test_transformers_if_not(byte_checkpoint: Path, installed: set[str]) -> None:
     installed.remove("vllm")
     command, says = engine_command(str(byte_checkpoint), None, "127.0.0.1", 8123)
-    assert "import retrofit" in command[2]
+    assert command[1:4] == ["-m", "retrofit.serving.transformers_server", "serve"]
     assert "one request at a time" in says
 
 
@@ -59,3 +61,18 @@ def test_what_is_missing_is_named(
 def test_no_such_model(installed: set[str]) -> None:
     with pytest.raises(RetrofitError, match="there is no folder"):
         engine_command("/nowhere", None, "127.0.0.1", 8123)
+
+
+def test_transformers_server_finds_what_it_asks_for(byte_checkpoint: Path, tmp_path: Path) -> None:
+    """It looks for the first architecture in transformers, and for continuous batching on the model."""
+    retrofit.patch(str(byte_checkpoint), "joint", 8, 2).save_pretrained(tmp_path / "model")
+    code = """
+from retrofit.serving.transformers_server import tell
+tell()
+import transformers
+config = transformers.AutoConfig.from_pretrained("model")
+model = getattr(transformers, config.architectures[0]).from_pretrained("model")
+assert type(model).__module__ == "patches.qwen2" and not hasattr(model, "init_continuous_batching")
+print("found")
+"""
+    assert "found" in fresh_process(code, tmp_path, path=ROOT)

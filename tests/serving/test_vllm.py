@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "kvm": {"rows": 5, "chunk": 4},
     "compressive": {"rows": 3, "ratio": 3},
     "expected": {"rows": 5, "bits": 8},
+    "joint-rows": {"rows": 5},
 }
 NEW = 24
 LENGTHS = (1, 5, 9, 10, 11, 12, 18, 19, 30, 47, 64, 65, 100, 128, 150, 200)  # W + S is 10

@@ -141,13 +141,19 @@ def test_half_of_what_a_launcher_sets_is_one_sentence(
 @pytest.mark.parametrize(
     "error", [AssertionError("zero stage 2 requires an optimizer"), TypeError("no 'surprise'"), KeyError("lr")]
 )
-def test_whatever_deepspeed_raises_as_it_starts_is_one_sentence(error: Exception) -> None:
+def test_whatever_deepspeed_raises_as_it_starts_is_one_sentence(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Accelerator:
         def prepare(self, *_: Any) -> None:
             raise error
 
     accelerator: Any = Accelerator()
     keep_base_out(accelerator)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RetrofitError, match="start the script with torchrun"):
+        accelerator.prepare("model")
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(
         RetrofitError, match=rf"^deepspeed: DeepSpeed does not start .*{type(error).__name__}.*: correct or"
     ):

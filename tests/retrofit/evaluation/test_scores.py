@@ -81,6 +81,20 @@ def test_only_labelled_tokens_are_scored_and_padding_changes_nothing(model: Any,
         evaluate(model, sequences, start=START, labels=torch.full_like(sequences, -100))
 
 
+@pytest.mark.parametrize("chunk", [7, 16])
+def test_long_sequences_are_read_in_chunks(model: Any, sequences: Tensor, chunk: int) -> None:
+    labels = sequences.clone()
+    labels[:2, 20:] = labels[2:4, 12:25] = -100
+    models = {"bare": window_only(model), "memory": model}
+    whole, pieced = (
+        evaluate(models, sequences, start=START, labels=labels, batch_size=2, chunk=size) for size in (None, chunk)
+    )
+    for name, scores in whole.items():
+        torch.testing.assert_close(pieced[name].kl, scores.kl, rtol=1e-4, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(pieced[name].nll, scores.nll, rtol=1e-4, atol=1e-5, equal_nan=True)
+        assert torch.equal(pieced[name].scored, scores.scored)
+
+
 def test_the_teacher_runs_once_per_batch_however_many_models(model: Any, sequences: Tensor) -> None:
     others = {name: window_only(model, width) for name, width in (("a", 6), ("b", 12))}
     calls = []

@@ -77,7 +77,9 @@ class Recipe:
 
     # the fit
     steps: int = setting(600, "Optimizer steps.", least=1, argument="max_steps")
-    epochs: float | None = setting(None, "Passes over the data, which then decide the number of steps.", above=0)
+    epochs: float | None = setting(
+        None, "Passes over the data, which then decide the number of steps.", above=0, most=1_000_000
+    )
     batch_size: int = setting(4, "Rows per process and forward pass.", least=1, argument="per_device_train_batch_size")
     gradient_accumulation_steps: int = setting(
         1, "Forward passes per optimizer step.", least=1, argument="gradient_accumulation_steps"

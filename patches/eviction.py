@@ -267,8 +267,8 @@ class Eviction(Memory):
     def _pieces(self, n: int, room: int) -> Iterator[tuple[int, int, bool]]:
         """Stretches of a call of ``n`` tokens with space for ``room``, and whether each token of one drops a row."""
         first = 0
-        # a chunk of 1 that was asked for is the plain form
-        each = self.options.prefill == "token" or (self.stride == 1 and self.options.chunk is None)
+        # of a single token all drop alike, and this is the fast form; a chunk of 1 that was asked for is the plain one
+        each = self.options.prefill == "token" or (self.options.chunk is None and 1 in (self.stride, n))
         stride = max(room, 1) if each else self.stride or n
         while first < n:
             last = min(first + stride, n)

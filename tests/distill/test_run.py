@@ -250,8 +250,9 @@ def test_weights_that_are_not_finite_after_the_last_step_are_not_exported(recipe
     assert {path.name for path in Path(str(recipe.output)).iterdir()} <= {"log.jsonl", "recipe.yaml", "run.json"}
 
 
-# settings that say how much there is to do, or what there is to learn from, not how
-FIXED = ("window", "sinks", "seq_len", "min_length", "holdout", "steps")
+# settings that say how much there is to do, in what portions or from what, not how: no number is computed with them
+FIXED = ("window", "sinks", "seq_len", "min_length", "holdout", "steps", "epochs", "local_steps", "workers", "segment")
+FIXED += ("segments_back", "patience")
 
 
 @pytest.mark.parametrize("end", ["least", "most"])

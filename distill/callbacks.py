@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 
 from distill.parallel.processes import any_of
 from distill.progress import Bar, peak_bytes
@@ -68,6 +69,29 @@ class FiniteOnly(TrainerCallback):
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+class Patience(EarlyStoppingCallback):
+    """Stops after so many evaluations without a smaller held-out KL; a resumed run counts those before it, too."""
+
+    def __init__(self, evaluations: int) -> None:
+        super().__init__(evaluations)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the evaluations since the best one."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self.early_stopping_patience_counter = self.waited(state)
+
+    @staticmethod
+    def waited(state: TrainerState) -> int:
+        """Evaluations since the one with the smallest KL."""
+        kls = [entry["eval_kl"] for entry in state.log_history if "eval_kl" in entry]
+        return len(kls) - 1 - kls.index(min(kls)) if kls else 0
+
+    @classmethod
+    def over(cls, recipe: Any, state: TrainerState) -> bool:
+        """Whether the run of ``recipe`` has stopped in ``state``."""
+        return recipe.patience is not None and cls.waited(state) >= recipe.patience
+
+
 class PushAdapter(TrainerCallback):
     """Sends the adapter of each checkpoint to the Hub; a Hub that fails does not stop the run."""
 
@@ -113,6 +137,7 @@ class StopOnSignal(TrainerCallback):
         self.console = console
         self.received = self.stopped = False
         self._handlers: dict[int, Any] = {}
+        self._process = os.getpid()
 
     def __enter__(self) -> "StopOnSignal":
         self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
@@ -128,7 +153,12 @@ class StopOnSignal(TrainerCallback):
             control.should_save = control.should_training_stop = True
         return control
 
-    def _receive(self, _number: int, _frame: FrameType | None) -> None:
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a process that reads rows ahead: who trains will end it
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
         self.received = True
         self._restore()
         self.console.print("The run stops after this step and writes a checkpoint. Press Ctrl-C again to stop at once.")

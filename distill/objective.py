@@ -114,7 +114,8 @@ class Objective:
                     return found.new_zeros(where.shape).masked_scatter(where, found)
 
                 losses.append(own.twice(piece, learn))
-            return losses[-1].new_zeros(len(scored), 1, model.config.hidden_size)
+            head = model.get_output_embeddings().weight
+            return head.new_zeros(len(scored), 1, model.config.hidden_size)
 
         with in_segments(decoder, read_all):
             student(**tokens, use_cache=False, logits_to_keep=1)
@@ -208,7 +209,7 @@ def squared_errors(student: list[Tensor], teacher: list[Tensor], scored: Tensor)
         RetrofitError: the student's outputs carry no gradient though one is wanted: checkpointing is reentrant.
     """
     pairs = [(ours[scored], theirs[scored]) for ours, theirs in zip(student, teacher, strict=True)]
-    cut = not all(output.requires_grad for output in student)
+    cut = not any(output.requires_grad for output in student)
     if torch.is_grad_enabled() and cut and len(pairs[0][0]):  # a segment within S + W has none, and nothing scored
         raise RetrofitError(
             "loss 'mse' needs gradients through the attention's outputs, which reentrant checkpointing cuts off: "

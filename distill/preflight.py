@@ -36,10 +36,15 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def _check_schedule(recipe: Recipe) -> None:
-    idle = torch.optim.SGD([torch.zeros(1)])
+    if recipe.scheduler_options and recipe.scheduler in ("constant", "constant_with_warmup"):
+        raise RetrofitError(f"scheduler_options: {recipe.scheduler} has none: leave them out")
+    idle = torch.optim.SGD([torch.zeros(1)], lr=recipe.lr)
     try:
-        get_scheduler(recipe.scheduler, idle, 1, max(2, recipe.steps), recipe.scheduler_options or None)
-    except (TypeError, ValueError) as error:
+        schedule = get_scheduler(recipe.scheduler, idle, 0, max(3, recipe.steps), recipe.scheduler_options or None)
+        for _ in range(2):
+            idle.step()
+            schedule.step()
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise RetrofitError(f"scheduler_options do not fit {recipe.scheduler}: {first_line(error)}") from None
 
 

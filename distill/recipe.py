@@ -220,14 +220,14 @@ class Recipe:
                 "streaming: a stream has no known length and one reader: leave out mix, epochs, workers and "
                 "group_by_length, or leave out streaming"
             )
-        if self.patience and self.save_steps % self.eval_steps:
+        if self.patience and self.save_steps != self.eval_steps:
             raise RetrofitError(
-                f"patience: a checkpoint is as good as its evaluation, so save_steps ({self.save_steps}) must be a "
-                f"multiple of eval_steps ({self.eval_steps})"
+                f"patience: the best evaluation's checkpoint must be there, so save_steps ({self.save_steps}) must be "
+                f"equal to eval_steps ({self.eval_steps})"
             )
         if self.segment is None and (self.segments_back or self.offload_teacher):
             raise RetrofitError("segments_back and offload_teacher go with segment: set segment, or leave them out")
-        if self.local_steps > self.steps:
+        if self.local_steps > self.steps and self.epochs is None:
             raise RetrofitError(
                 f"local_steps: {self.local_steps} is more than all steps, {self.steps}, of which they are the first: "
                 "set more steps, or fewer local ones"

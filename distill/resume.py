@@ -30,10 +30,19 @@ def check_same_recipe(recipe: Recipe, output: Path) -> None:
     if not path.is_file():
         raise RetrofitError(f"there is no run to resume in {output}: start one without --resume")
     before = Recipe.from_dict(read_recipe(path), where=str(path)).to_dict()
-    changed = [key for key, value in recipe.to_dict().items() if key not in FREE_ON_RESUME and before[key] != value]
+    free = FREE_ON_RESUME | ({"steps"} if recipe.epochs is not None else set())  # the data decides them again
+    changed = [key for key, value in recipe.to_dict().items() if key not in free and before[key] != value]
     if changed:
         what = ", ".join(f"{key} (was {before.get(key)!r})" for key in changed)
         raise RetrofitError(f"the run in {output} was started with other settings: {what}; resume it with {path}")
+
+
+def began_by(output: Path, launch: str | None) -> bool:
+    """Whether the run in ``output`` was begun by this launch (:func:`distill.parallel.processes.launch_of`)."""
+    try:
+        return launch is not None and json.loads((output / DATA_FILE).read_text(encoding="utf-8"))["launch"] == launch
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def last_whole(output: Path, console: Console) -> Path | None:

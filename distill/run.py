@@ -15,25 +15,33 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainerState
+from transformers import PrinterCallback, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 import retrofit
 from distill.arguments import CHECKPOINTING, DistillArguments
-from distill.callbacks import PushAdapter, RunLog, ShowProgress, StopOnSignal, seconds
+from distill.callbacks import Patience, PushAdapter, RunLog, ShowProgress, StopOnSignal, seconds
 from distill.checkpoint import STATE, checkpoints, step_of
 from distill.data.split import Split, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
 from distill.model import build_model, calibrate_on
 from distill.parallel import EXIT_STATUS
-from distill.parallel.processes import Processes, join, started_again, trainer_settings
+from distill.parallel.processes import Processes, join, launch_of, trainer_settings
 from distill.parallel.zero import agreeing, find_config, is_partitioned, whole
 from distill.preflight import check_recipe, reporters
 from distill.progress import progress_bar
 from distill.recipe import Recipe
 from distill.results import COLUMNS, card_details, compare, layer_errors, title
-from distill.resume import DATA_FILE, RECIPE_FILE, check_same_data, check_same_recipe, describe_data, last_whole
+from distill.resume import (
+    DATA_FILE,
+    RECIPE_FILE,
+    began_by,
+    check_same_data,
+    check_same_recipe,
+    describe_data,
+    last_whole,
+)
 from distill.trainer import DRAFT, DistillTrainer
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config
@@ -67,7 +75,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         SystemExit: with status 130, when interrupted.
     """
     base, data, output = recipe.places()
-    resume = resume or (started_again() and (output / RECIPE_FILE).is_file())
+    resume = resume or began_by(output, launch_of(first=False))
     engine = find_config(recipe.deepspeed)
     processes = join(deepspeed=engine is not None)
     console = Console(stderr=True, quiet=not processes.main)
@@ -130,7 +138,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         if processes.main and not resume:
             _clear(output)
             write_text(output / RECIPE_FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
-            write_json(output / DATA_FILE, found)
+            write_json(output / DATA_FILE, found | {"launch": launch_of()})
 
     fit = _Fit(model, recipe, split, checkpoint, processes, console)
     try:
@@ -244,11 +252,11 @@ class _Fit:
         """
         recipe, checkpoint = self.recipe, self.checkpoint
         done = step_of(checkpoint) if checkpoint else 0
-        if checkpoint is not None and done >= recipe.steps:
+        state = None if checkpoint is None else TrainerState.load_from_json(str(checkpoint / STATE))
+        if checkpoint is not None and state is not None and (done >= recipe.steps or Patience.over(recipe, state)):
             begin()
-            state = TrainerState.load_from_json(str(checkpoint / STATE))
             if recipe.patience and state.best_model_checkpoint:
-                checkpoint = Path(state.best_model_checkpoint)
+                checkpoint = Path(str(recipe.output)) / Path(state.best_model_checkpoint).name
             load_memory_weights(self.model.to(self.processes.device), checkpoint / WEIGHTS)
             if recipe.lora:
                 load_lora(self.model, checkpoint / LORA)
@@ -259,7 +267,7 @@ class _Fit:
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Begin(begin))
         if recipe.patience:
-            trainer.add_callback(EarlyStoppingCallback(recipe.patience))
+            trainer.add_callback(Patience(recipe.patience))
         if recipe.push_to:
             trainer.add_callback(PushAdapter(recipe.push_to, self.console))
         trainer.add_callback(RunLog(Path(args.output_dir) / "log.jsonl"))

@@ -87,22 +87,23 @@ def step_bytes(
     """
     objective = objective or Objective()
 
-    def peak(layers: int, tokens: int = tokens) -> int:
-        return _run(config, settings, rows, tokens, dtype, checkpointing, objective, layers)
-
-    def of_all_layers(tokens: int = tokens) -> int:
-        two = peak(2, tokens)
-        return two + (config.num_hidden_layers - 2) * (peak(3, tokens) - two)
+    def of_all_layers(tokens: int) -> list[int]:
+        two, three = (
+            _run(config, settings, rows, tokens, dtype, checkpointing, objective, layers) for layers in (2, 3)
+        )
+        return [a + (config.num_hidden_layers - 2) * (b - a) for a, b in zip(two, three, strict=True)]
 
     if objective.segment is not None:
-        # a few segments past the window, each adds as much as the one before
+        # a few segments past the window, each adds as much as the one before: to the forward pass, which also holds
+        # the teacher's cache, more than to the backward pass
         few = objective.segment * (2 - -(settings.window + settings.sinks) // objective.segment)
         if tokens > few + objective.segment:
-            some, more = of_all_layers(few), of_all_layers(few + objective.segment)
-            return some + (more - some) * (tokens - few) // objective.segment
+            pairs = zip(of_all_layers(few), of_all_layers(few + objective.segment), strict=True)
+            return max(a + (b - a) * (tokens - few) // objective.segment for a, b in pairs)
     elif checkpointing:  # a layer's input is all that is kept of it
-        return peak(2) + (config.num_hidden_layers - 2) * rows * tokens * config.hidden_size * dtype.itemsize
-    return of_all_layers()
+        of_two = max(_run(config, settings, rows, tokens, dtype, checkpointing, objective, layers=2))
+        return of_two + (config.num_hidden_layers - 2) * rows * tokens * config.hidden_size * dtype.itemsize
+    return max(of_all_layers(tokens))
 
 
 def checkpoint_layers(model: Any) -> None:
@@ -121,8 +122,8 @@ def _run(
     checkpointing: bool,
     objective: Objective,
     layers: int,
-) -> int:
-    """The peak with so many layers."""
+) -> list[int]:
+    """The peaks of forward and backward pass with so many layers."""
     alike = {"num_hidden_layers": layers, "layer_types": None, "sliding_window": None}
     small = type(config).from_dict({**config.to_dict(), **alike})
     small._attn_implementation = "sdpa"
@@ -135,8 +136,10 @@ def _run(
         start = settings.window + settings.sinks
         scored = (torch.arange(tokens) >= start).expand(rows, -1)
         with Tracker() as tracker, Chosen(start):
-            objective.losses(model, model, {"input_ids": ids, "labels": ids}, scored).sum().backward()
-        return tracker.peak
+            loss = objective.losses(model, model, {"input_ids": ids, "labels": ids}, scored).sum()
+            forward, tracker.peak = tracker.peak, tracker.live
+            loss.backward()
+        return [forward, tracker.peak]
 
 
 def _materialise(model: Any, dtype: torch.dtype) -> Any:

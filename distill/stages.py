@@ -22,16 +22,17 @@ def in_stages(args: DistillArguments, optimizer: Any, steps: int) -> LambdaLR:
     local = args.local_steps
     if local > steps:
         raise RetrofitError(f"local_steps={local}: the run has only {steps} steps, of which these are the first")
-    first, second = _factor(args, local), _factor(args, steps - local)
+    first = _factor(args, local, args.learning_rate if args.local_lr is None else args.local_lr)
+    second = _factor(args, steps - local, args.learning_rate)
     height = 1.0 if args.local_lr is None else args.local_lr / args.learning_rate
     return LambdaLR(optimizer, lambda step: height * first(step) if step < local else second(step - local))
 
 
-def _factor(args: DistillArguments, steps: int) -> Callable[[int], float]:
-    """The learning rate at each of ``steps`` steps, as a share of its peak."""
+def _factor(args: DistillArguments, steps: int, peak: float) -> Callable[[int], float]:
+    """The learning rate at each of ``steps`` steps, as a share of its ``peak``."""
     schedule = get_scheduler(
         args.lr_scheduler_type,
-        SGD([torch.zeros(1)], lr=1.0),
+        SGD([torch.zeros(1)], lr=peak),
         num_warmup_steps=args.get_warmup_steps(steps),
         num_training_steps=steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,

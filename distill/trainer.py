@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl
 
 from distill.arguments import DistillArguments
@@ -171,6 +171,17 @@ class DistillTrainer(Trainer):
         assert self.args.data_seed is not None
         return ByLength(batch, data, self.args.data_seed)
 
+    def get_train_dataloader(self) -> DataLoader:
+        """As transformers', with rows by length in the order of their pass in every process, resumed or not."""
+        loader = super().get_train_dataloader()
+        inner = loader.batch_sampler
+        while hasattr(inner, "batch_sampler"):
+            inner = inner.batch_sampler
+        sampler = getattr(inner, "sampler", None)
+        if isinstance(sampler, ByLength) and loader.batch_sampler is not inner:
+            loader.batch_sampler.sampler = sampler  # accelerate looks for it here, to say which pass begins
+        return loader
+
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         if "row" not in self._signature_columns:
@@ -318,7 +329,8 @@ class DistillTrainer(Trainer):
         if self.is_deepspeed_enabled:
             super()._load_best_model()
         else:  # the Trainer looks for a whole model, or for an adapter in a PeftModel
-            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+            best = Path(str(self.state.best_model_checkpoint)).name  # the folder may have moved since
+            self._load_from_checkpoint(os.path.join(super()._get_output_dir(None), best))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the checkpoint under another name first: a folder called ``checkpoint-N`` is a whole one."""

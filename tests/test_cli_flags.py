@@ -28,7 +28,18 @@ RECIPE = {
     "holdout": 0.25,
     "adam_beta2": 0.5,
     "deepspeed": "zero2",
+    "mix": {"a.txt": 2},
+    "eval_data": "e",
+    "epochs": 2.0,
+    "scheduler_options": {"min_lr": 0.1},
+    "segment": 64,
+    "local_lr": 0.5,
+    "segments_back": 2,
+    "patience": 3,
+    "push_to": "user/name",
 }
+# a stream cannot have these
+OF_FILES = {"mix", "epochs", "workers", "group_by_length"}
 EVAL = {"data": "t", "window": 8, "sinks": 1, "seq_len": 64, "haystack": "h", "benchmark_data": "d", "limit": 3}
 EVAL |= {"probes": ("passkey",), "adapters": ("x", "y"), "benchmarks": ("longbench",), "tasks": ("a", "b")}
 EVAL |= {"depths": (0.5, 1.0), "include_path": "p"}
@@ -44,15 +55,15 @@ def other(key: Setting, chosen: dict[str, Any]) -> Any:
     return values[key.kind] if key.kind in values else key.kind(key.default + 1)
 
 
-def flags(of: Any, chosen: dict[str, Any]) -> list[str]:
-    """The command line that sets every key."""
+def flags(of: Any, chosen: dict[str, Any], but: set[str]) -> list[str]:
+    """The command line that sets every key ``but`` some."""
     line = []
     for name, key in settings(of).items():
         value, flag = other(key, chosen), key.flag or f"--{name.replace('_', '-')}"
-        if name == "chunk":
+        if name in but:
             continue
         if key.kind is bool:
-            line += [flag]
+            line += [flag if value else flag.replace("--", "--no-")]
         elif key.kind is tuple:
             line += [part for one in value for part in (flag, str(one))]
         else:
@@ -75,15 +86,21 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("verb", "of", "chosen"),
-    [(["distill", "small-text-ahn-gdn", "--dry-run"], Recipe, RECIPE), (["eval", "m"], Settings, EVAL)],
-    ids=["distill", "eval"],
+    ("verb", "of", "chosen", "but"),
+    [
+        (["distill", "small-text-ahn-gdn", "--dry-run"], Recipe, RECIPE, {"streaming"}),
+        (["distill", "small-text-ahn-gdn", "--dry-run"], Recipe, RECIPE, OF_FILES),
+        (["eval", "m"], Settings, EVAL, {"chunk"}),
+    ],
+    ids=["distill", "distill a stream", "eval"],
 )
-def test_every_setting_has_a_flag(verb: list[str], of: Any, chosen: dict[str, Any], seen: list[Any]) -> None:
-    assert run(*verb, *flags(of, chosen)).exit_code == 130
+def test_every_setting_has_a_flag(
+    verb: list[str], of: Any, chosen: dict[str, Any], but: set[str], seen: list[Any]
+) -> None:
+    assert run(*verb, *flags(of, chosen, but)).exit_code == 130
     (made,) = seen
     for name, key in settings(of).items():
-        if name != "chunk":
+        if name not in but:
             assert getattr(made, name) == other(key, chosen) != key.default, name
 
 

@@ -234,10 +234,24 @@ def test_the_records_of_the_data_page_are_read(tmp_path: Path, byte_tokenizer: P
     byte_tokenizer.chat_template = None
 
 
+def test_the_generation_of_the_gpu_page_runs(make_base: Callable[..., PreTrainedModel]) -> None:
+    (code,) = blocks("docs/gpu.md", "python")  # on a CPU transformers takes the configuration and compiles nothing
+    names: dict[str, Any] = {
+        "model": retrofit.patch(make_base("Llama"), "ahn-gdn", 8, 2),
+        "ids": torch.arange(3, 33)[None],
+    }
+    exec(code.replace("max_new_tokens=500", "max_new_tokens=3"), names)
+
+
 def test_no_block_is_left_out() -> None:
     """A new block of Python, YAML or JSON has to be run somewhere: here, or by the test of its page."""
     here = {("README.md", "python"), ("docs/distillation.md", "python"), ("docs/distillation.md", "yaml")}
-    here |= {("docs/data.md", "yaml"), ("docs/data.md", "json"), ("docs/memories/expected.md", "python")}
+    here |= {
+        ("docs/gpu.md", "python"),
+        ("docs/data.md", "yaml"),
+        ("docs/data.md", "json"),
+        ("docs/memories/expected.md", "python"),
+    }
     for page in NAMED:
         for language in ("python", "yaml", "json"):
             if blocks(page, language):

@@ -66,6 +66,33 @@ class ChatRows(Dataset):
         return {**chat_item(self.rows[index]), "row": torch.tensor(index)}
 
 
+class DocumentRows(Dataset):
+    """Documents that are not packed, each cut into rows of ``seq_len`` tokens and a rest."""
+
+    def __init__(self, documents: Sequence[Any], sizes: Sequence[int], seq_len: int) -> None:
+        """``documents``: of :class:`~distill.data.tokens.TokenRows`, of ``sizes`` tokens."""
+        self.documents, self.seq_len = documents, seq_len
+        self.places = [(number, at) for number, size in enumerate(sizes) for at in range(0, size, seq_len)]
+
+    def head(self, count: int) -> "DocumentRows":
+        """The first ``count`` rows, or all if there are fewer."""
+        some = DocumentRows(self.documents, (), self.seq_len)
+        some.places = self.places[:count]
+        return some
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """All rows, right-padded to the longest: ids (N, T) and labels (N, T)."""
+        return _padded(self)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        number, at = self.places[index]
+        ids = torch.as_tensor(self.documents[number]["input_ids"])[at : at + self.seq_len]
+        return {**text_item(ids), "row": torch.tensor(index)}
+
+
 class MixedRows(Dataset):
     """Rows of several sources, each read as often as its weight says, evenly spread over the pass.
 
@@ -181,6 +208,11 @@ def longer_than(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
         return batch
     fill = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
     return batch | {key: pad(batch[key], (0, missing), value=value) for key, value in fill.items() if key in batch}
+
+
+def text_item(ids: Tensor) -> dict[str, Tensor]:
+    """``input_ids`` and ``labels`` (n,) int64 of a text, all of which is learned."""
+    return {"input_ids": ids.long(), "labels": ids.long()}
 
 
 def chat_item(row: Any) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distill.data.chat import IGNORED
 from distill.data.counts import Counts
-from distill.data.rows import ChatRows, MixedRows, PackedRows, PaddingCollator
+from distill.data.rows import ChatRows, DocumentRows, MixedRows, PackedRows, PaddingCollator
 from distill.data.sources import open_source
 from distill.data.streaming import Stream, StreamedRows
 from distill.data.tokens import TokenRows, find_column
@@ -32,8 +32,8 @@ class Split:
         source, min_length: what was read, and what had to be longer.
     """
 
-    train: PackedRows | ChatRows | MixedRows | StreamedRows
-    held_out: PackedRows | ChatRows | MixedRows
+    train: PackedRows | ChatRows | DocumentRows | MixedRows | StreamedRows
+    held_out: PackedRows | ChatRows | DocumentRows | MixedRows
     held_out_part: str
     counts: Counts
     tokens: dict[str, int | None]
@@ -119,6 +119,8 @@ def load_rows(
     if eval_data:
         other = read(eval_data, 1.0)
         tokens = found.tokens | {"held_out": other.tokens["all"]}
+        if not streaming:
+            found = replace(found, counts=_sum([found.counts, other.counts]))
         same = found.collator is None and other.collator is None
         found = replace(
             found, held_out=other.held_out, held_out_part=f"all of {other.source.source.name}", tokens=tokens
@@ -174,7 +176,14 @@ def _apart(rows: TokenRows, data: Any, min_length: int, holdout: float, collator
             f"empty{_only_short(counts, min_length)}"
         )
     data = data.with_format("numpy")
-    train, held_out = ChatRows(data.select(kept[:cut])), ChatRows(data.select(kept[cut:]))
+
+    def part(taken: slice) -> ChatRows | DocumentRows:
+        records = data.select(kept[taken])
+        return (
+            ChatRows(records) if rows.format == "chat" else DocumentRows(records, sizes[taken].tolist(), rows.seq_len)
+        )
+
+    train, held_out = part(slice(cut)), part(slice(cut, None))
     parts = {"all": sizes, "train": sizes[:cut], "held_out": sizes[cut:]}
     tokens: dict[str, int | None] = {name: int(part.sum()) for name, part in parts.items()}
     return Split(
@@ -183,7 +192,7 @@ def _apart(rows: TokenRows, data: Any, min_length: int, holdout: float, collator
         f"the last {holdout:.0%} of its {unit}",
         counts,
         tokens,
-        float(sizes[:cut].mean()) if cut else 0.0,
+        (tokens["train"] or 0) / max(1, len(train)),
         collator,
         rows,
         min_length,
@@ -198,7 +207,7 @@ def _mixed(splits: Sequence[Split], weights: Sequence[float], collator: PaddingC
     empty = [name for name, count in zip(names, train.counts, strict=True) if not count]
     if empty:
         raise RetrofitError(f"mix: {empty[0]} has too few rows to be read so seldom: give it a larger weight")
-    counts = Counts(*(sum(getattr(split.counts, field.name) for split in splits) for field in fields(Counts)))
+    counts = _sum([split.counts for split in splits])
     tokens: dict[str, int | None] = {
         part: sum(split.tokens[part] or 0 for split in splits) for part in ("all", "train", "held_out")
     }
@@ -216,13 +225,19 @@ def _mixed(splits: Sequence[Split], weights: Sequence[float], collator: PaddingC
     )
 
 
+def _sum(counts: Sequence[Counts]) -> Counts:
+    return Counts(*(sum(getattr(one, field.name) for one in counts) for field in fields(Counts)))
+
+
 def _stream(rows: TokenRows, min_length: int, eval_rows: int, collator: PaddingCollator | None) -> Split:
     stream = Stream(rows, min_length)
     first = list(islice(stream.items(Counts()), eval_rows))
-    held_out: PackedRows | ChatRows
+    held_out: PackedRows | ChatRows | DocumentRows
     if eval_rows and not first:
         raise RetrofitError(f"{rows.source.name} is too short: it does not fill one row")
-    if not rows.packed:
+    if rows.format == "text" and rows.apart:
+        held_out = DocumentRows(first, [len(row["input_ids"]) for row in first], rows.seq_len)
+    elif rows.format == "chat":
         held_out = ChatRows([{"input_ids": row["input_ids"], "answer": row["labels"] >= 0} for row in first])
     else:
         held_out = PackedRows(torch.cat([row["input_ids"] for row in first] or [torch.empty(0)]), rows.seq_len)
@@ -230,7 +245,17 @@ def _stream(rows: TokenRows, min_length: int, eval_rows: int, collator: PaddingC
     total = sum(len(row["input_ids"]) for row in first)
     tokens = {"all": None, "train": None, "held_out": total}
     part = f"its first {len(first)} rows"
-    return Split(train, held_out, part, train.counts, tokens, total / max(1, len(first)), collator, rows, min_length)
+    return Split(
+        train,
+        held_out,
+        part,
+        train.counts,
+        tokens,
+        total / len(first) if first else rows.seq_len,
+        collator,
+        rows,
+        min_length,
+    )
 
 
 def _only_short(counts: Counts, min_length: int) -> str:

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from distill.data.counts import Counts
-from distill.data.rows import chat_item, pack
+from distill.data.rows import chat_item, pack, text_item
 from distill.data.tokens import Row, TokenRows
 from patches.errors import RetrofitError
 
@@ -28,8 +29,11 @@ class Stream:
 
     def items(self, counts: Counts) -> Iterator[Item]:
         """What the trainer reads: conversations, or documents packed or not. ``counts`` is kept up as they pass."""
-        if not self.rows.packed:
+        if self.rows.format == "chat":
             yield from map(chat_item, self._kept(counts))
+        elif self.rows.apart:
+            for row in self._kept(counts):
+                yield from map(text_item, torch.as_tensor(row["input_ids"]).split(self.rows.seq_len))
         else:
             left_over = yield from pack((row["input_ids"] for row in self._kept(counts)), self.rows.seq_len)
             counts.tokens_left_over += left_over

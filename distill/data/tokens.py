@@ -34,9 +34,9 @@ class TokenRows:
 
     Attributes:
         column: ``text``, ``messages`` or ``conversations``.
-        seq_len: most tokens of a conversation or, of documents that are kept apart, of a piece.
+        seq_len: most tokens of a conversation; documents are not cut.
         max_samples: how many records are read; all by default.
-        apart: whether documents become rows of their own, cut into pieces, instead of being packed.
+        apart: whether documents are to become rows of their own, instead of being packed.
     """
 
     source: Source
@@ -74,10 +74,7 @@ class TokenRows:
         encoded: Any = self.tokenizer(texts, return_attention_mask=False, verbose=False)
         for text, ids in zip(texts, encoded["input_ids"], strict=True):
             row = np.asarray([*ids, *end] if text.strip() else [], dtype=np.int32)
-            for start in range(0, len(row) or 1, self.seq_len if self.apart else len(row) or 1):
-                piece = row[start : start + self.seq_len] if self.apart else row
-                answer = {"answer": np.ones(len(piece), dtype=bool)} if self.apart else {}
-                yield {"input_ids": piece, "length": len(piece), **answer}
+            yield {"input_ids": row, "length": len(row)}
 
     def _conversations(self, batch: list[Any]) -> Iterator[Row]:
         for ids, answer in self.chat.encode(batch):
@@ -98,7 +95,7 @@ class TokenRows:
         if next(self.source.read(self.column), None) is None:
             raise RetrofitError(f"{self.source.name} is empty: there is nothing in it to learn from")
         columns = {"input_ids": datasets.List(datasets.Value("int32")), "length": datasets.Value("int32")}
-        if not self.packed:
+        if self.format == "chat":
             columns["answer"] = datasets.List(datasets.Value("bool"))
         features = datasets.Features(columns)
         with _bars_on_a_terminal_only():
@@ -115,8 +112,6 @@ class TokenRows:
 
     def _fingerprint(self) -> str:
         parts: list[Any] = [LAYOUT, self.source.identity, self.column, self.max_samples, _identity(self.tokenizer)]
-        if self.apart:
-            parts += [self.seq_len]
         if self.format == "chat":
             parts += [self.seq_len, self.chat.template, sorted(self.tokenizer.special_tokens_map.items())]
         return sha256(json.dumps(parts).encode()).hexdigest()[:32]

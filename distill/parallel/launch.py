@@ -17,7 +17,7 @@ from uuid import uuid4
 import torch
 
 from distill.parallel import EXIT_STATUS
-from distill.parallel.processes import started_together
+from distill.parallel.processes import ATTEMPT, LAUNCH, started_together
 from patches.errors import RetrofitError
 
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,6 +45,11 @@ class Machines:
         if self.node_rank >= self.nnodes:
             raise RetrofitError(
                 f"--node-rank {self.node_rank}: with --nnodes {self.nnodes} it must be below {self.nnodes}"
+            )
+        if self.max_restarts and (self.nnodes > 1 or started_together()):
+            raise RetrofitError(
+                "--max-restarts starts the processes of one machine again: with several machines, or under another "
+                "launcher, leave that to the launcher"
             )
         if started_together():
             local = os.environ.get("LOCAL_WORLD_SIZE", str(self.nproc))
@@ -76,17 +81,36 @@ def launch(command: list[str], machines: Machines) -> None:
         RetrofitError: what the first process that could not go on said.
         SystemExit: with status 130 after a signal, with 1 after an error that is no mistake of the user's.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is said below, once
     count = machines.nproc or max(1, torch.cuda.device_count())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # the agent's own store would still hold the addresses of processes that are gone when they are started again
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ[LAUNCH] = uuid4().hex
+    for attempt in range(machines.max_restarts + 1):
+        os.environ[ATTEMPT] = str(attempt)
+        failed = _launch_once(command, machines, count)
+        if failed is None:
+            return
+        if not failed.worth_another or attempt == machines.max_restarts:
+            raise failed.error from None
+        again = f"starting all processes again, {attempt + 1} of {machines.max_restarts} times"
+        print(f"{failed.error or 'a process failed'}; {again}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """Why processes ended, and whether others might fare better: not where the user stopped them or has to act."""
+
+    error: BaseException
+    worth_another: bool = False
+
+
+def _launch_once(command: list[str], machines: Machines, count: int) -> _Failed | None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
     errors: list[BaseException] = []
     with tempfile.TemporaryDirectory() as logs, _relayed_signals() as received:
 
@@ -101,11 +125,12 @@ def launch(command: list[str], machines: Machines) -> None:
         agent.start()
         agent.join()
         if not errors:
-            return
+            return None
         (error,) = errors
         if isinstance(error, ChildFailedError):
-            _explain(error, Path(logs), bool(received))
-        raise RetrofitError(f"the processes could not connect to each other: {' '.join(str(error).split())}") from error
+            return _explain(error, Path(logs), bool(received))
+        said = f"the processes could not connect to each other: {' '.join(str(error).split())}"
+        return _Failed(RetrofitError(said))
 
 
 def _config(machines: Machines, count: int, logs: str) -> Any:
@@ -125,7 +150,7 @@ def _config(machines: Machines, count: int, logs: str) -> Any:
         max_nodes=machines.nnodes,
         nproc_per_node=count,
         run_id=uuid4().hex if alone else "retrofit",
-        max_restarts=machines.max_restarts,
+        max_restarts=0,
         # one process of a machine prints; what the others print is kept for the error
         logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=dict.fromkeys(range(1, count), Std.ALL)),
         **meeting,
@@ -155,22 +180,23 @@ def _relayed_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _explain(error: Any, logs: Path, stopped: bool) -> None:
-    """Raise what the processes that failed have to say."""
+def _explain(error: Any, logs: Path, stopped: bool) -> _Failed:
+    """What the processes that failed have to say."""
     failures = error.failures
     if stopped or any(failure.exitcode == EXIT_STATUS for failure in failures.values()):
-        raise SystemExit(EXIT_STATUS) from None
+        return _Failed(SystemExit(EXIT_STATUS))
     # the others fail because this one is gone
     said = [failure for failure in failures.values() if failure.exitcode == USER_ERROR]
     if said:
-        raise RetrofitError(str(said[0].message)) from None
+        return _Failed(RetrofitError(str(said[0].message)))
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = ": most likely the machine ran out of memory" if name == "SIGKILL" else ""
-        raise RetrofitError(f"process {rank} was ended by {name}{hint}; --resume continues from the last checkpoint")
+        text = f"process {rank} was ended by {name}{hint}; --resume continues from the last checkpoint"
+        return _Failed(RetrofitError(text), worth_another=True)
     text = failure.message
     if failure.error_file == "<N/A>":
         text = "".join(file.read_text(errors="replace") for file in logs.glob(f"**/{failure.local_rank}/stderr.log"))
     print(f"{text}\nprocess {rank} failed, with status {failure.exitcode}", file=sys.stderr)
-    raise SystemExit(failure.exitcode) from None
+    return _Failed(SystemExit(failure.exitcode), worth_another=True)

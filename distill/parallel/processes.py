@@ -19,6 +19,7 @@ from patches.errors import RetrofitError
 from retrofit.hub_errors import first_line
 
 T = TypeVar("T")
+LAUNCH, ATTEMPT = "RETROFIT_LAUNCH", "RETROFIT_ATTEMPT"  # how the launcher tells its processes who they are
 PR_SET_PDEATHSIG = 1  # prctl(2)
 # one process tokenises, or exports, while the others wait for it
 PATIENCE = timedelta(hours=6)
@@ -29,9 +30,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find out by itself, and say so on stdout
 
 
-def started_again() -> bool:
-    """Whether the launcher has started this run's processes before, and one of them failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def launch_of(first: bool = True) -> str | None:
+    """What tells the launch that started this process from others; None where there was none, or, unless ``first``, if
+    its processes were not started again."""
+    return None if not first and os.environ.get(ATTEMPT, "0") == "0" else os.environ.get(LAUNCH)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def peak_bytes(device: torch.device, prepare: Callable[..., Callable[[], object]
         context = get_context("forkserver")
         context.set_forkserver_preload(["retrofit.patching"])
         with ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(_peak_of_this_process, prepare, arguments).result()
+            return pool.submit(peak_of_this_process, prepare, arguments).result()
     except BrokenProcessPool as error:  # the system ends the process that asks for too much
         raise MemoryError from error
     except RuntimeError as error:
@@ -86,7 +86,8 @@ def _peak_on_cuda(prepare: Callable[..., Callable[[], object]], arguments: tuple
     return torch.cuda.max_memory_allocated() - before
 
 
-def _peak_of_this_process(prepare: Callable[..., Callable[[], object]], arguments: tuple[Any, ...]) -> int:
+def peak_of_this_process(prepare: Callable[..., Callable[[], object]], arguments: tuple[Any, ...] = ()) -> int:
+    """By how many bytes the function that ``prepare`` gives raises the resident size, at its peak."""
     function = prepare(*arguments)
     PEAK_RESET.write_text("5")
     before = _status_bytes("VmRSS")

@@ -32,8 +32,8 @@ def _window(size: int, sinks: int = 0) -> dict[str, Any]:
 POLICIES: dict[str, Callable[[int], dict[str, Any]]] = {
     "window": _window,
     "window+4": lambda size: _window(size, 4),
-    "h2o": lambda size: {"memory": "h2o", "window": size - size // 2, "heavy": size // 2},
-    "tova": lambda size: {"memory": "tova", "window": size},
+    "h2o": lambda size: {"memory": "h2o", "window": size - size // 2, "heavy": size // 2, "prefill": "token"},
+    "tova": lambda size: {"memory": "tova", "window": size, "prefill": "token"},
 }
 
 

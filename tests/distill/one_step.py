@@ -3,9 +3,7 @@
 python tests/distill/one_step.py ahn-gdn 0 4096       memory, checkpointing, tokens
 """
 
-import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import retrofit
 from distill.objective import Objective
 from distill.simulate import checkpoint_layers
+from retrofit.bench.machine import peak_of_this_process
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 8192,
@@ -25,11 +24,6 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 SETTINGS = {"window": 480, "sinks": 32}
-
-
-def resident() -> int:
-    """Bytes of this process in memory now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def step(model: Any, tokens: int) -> None:
@@ -44,9 +38,8 @@ def main(kind: str, checkpointing: bool, tokens: int) -> None:
     if checkpointing:
         checkpoint_layers(model)
     step(model, 600)  # what the first step ever loads and allocates
-    before = resident()
-    step(model, tokens)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+    # not getrusage's peak: that of the process which started this one counts there, too
+    print(peak_of_this_process(lambda: lambda: step(model, tokens)))
 
 
 if __name__ == "__main__":

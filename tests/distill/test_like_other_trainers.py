@@ -64,6 +64,12 @@ def test_a_run_of_one_pass_with_a_schedule_of_its_own(recipe: Recipe) -> None:
     assert "exp_avg" not in str(torch.load(Path(str(recipe.output)) / "checkpoint-2" / "optimizer.pt"))
 
 
+def test_a_run_of_passes_resumes_with_the_same_words(recipe: Recipe) -> None:
+    asked = changed(recipe, epochs=1, batch_size=32)
+    metrics = distill(asked)
+    assert distill(asked, resume=True)["rows"][-1]["kl"] == metrics["rows"][-1]["kl"]
+
+
 def test_rows_of_like_length_come_together_and_in_the_same_order_again(recipe: Recipe) -> None:
     rows = [{"input_ids": torch.zeros(length)} for length in torch.randint(1, 50, (64,)).tolist()]
     sampler, again = ByLength(4, rows, seed=3), ByLength(4, rows, seed=3)
@@ -108,6 +114,12 @@ def test_patience_stops_and_takes_the_best(recipe: Recipe, monkeypatch: pytest.M
     best = load_file(Path(str(asked.output)) / "checkpoint-2" / WEIGHTS)
     for name, value in weights(asked).items():
         assert torch.equal(value, best[name]), name
+    moved = changed(asked, output=str(Path(str(asked.output)).with_name("moved")))  # it knows that it has stopped
+    Path(str(asked.output)).rename(str(moved.output))
+    again = distill(moved, resume=True)
+    assert [entry["step"] for entry in again["curve"] if "loss" in entry] == [1, 2, 3, 4]
+    for name, value in weights(moved).items():
+        assert torch.equal(value, best[name]), name
 
 
 def test_every_checkpoint_is_pushed(recipe: Recipe, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +143,15 @@ def test_a_hub_that_fails_does_not_stop_the_run(
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"patience": 2, "eval_steps": 3}, r"save_steps \(2\) must be a multiple of eval_steps \(3\)"),
+        ({"patience": 2, "eval_steps": 1}, r"save_steps \(2\) must be equal to eval_steps \(1\)"),
         ({"streaming": True, "epochs": 1}, "leave out streaming"),
         ({"mix": {"a.txt": 0}}, "how often its rows are read"),
         ({"mix": {"a.txt": "much"}}, "how often its rows are read"),
         ({"optimizer": "adamw"}, "optimizer"),
         ({"scheduler_options": {"no_such": 1}}, "scheduler_options do not fit cosine"),
+        ({"scheduler": "cosine_with_restarts", "scheduler_options": {"num_cycles": "abc"}}, "scheduler_options do not"),
+        ({"scheduler": "constant", "scheduler_options": {"num_cycles": 1}}, "constant has none"),
+        ({"scheduler": "polynomial", "lr": 1e-4, "scheduler_options": {"lr_end": 5e-4}}, "scheduler_options do not"),
         ({"push_to": "nobody"}, "write user/name"),
     ],
 )

@@ -128,6 +128,19 @@ def test_activations_do_not_grow_with_the_row(make: Any) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
+def test_segments_of_a_model_in_bfloat16(make_base: Callable[..., PreTrainedModel], checkpointing: bool) -> None:
+    model = awake(make_base("Qwen2").bfloat16(), "ahn-gdn").train()
+    losses, gradients = scored(model, Objective(), batch())
+    if checkpointing:
+        checkpoint_layers(model)
+    in_pieces, in_pieces_gradients = scored(model, Objective(segment=7), batch())
+    assert in_pieces.dtype == torch.float32
+    torch.testing.assert_close(in_pieces.mean(), losses.mean(), rtol=0.02, atol=0)
+    for ours, whole in zip(in_pieces_gradients, gradients, strict=True):
+        assert (ours - whole).norm() < 0.1 * whole.norm()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_nothing_of_a_step_stays_behind(make: Any, checkpointing: bool) -> None:
     """The graph keeps functions, and these must not keep the graph: it holds them where Python cannot see it."""
     model, rows = make("joint"), batch()

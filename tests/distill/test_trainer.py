@@ -464,7 +464,7 @@ def test_a_memory_that_cannot_follow_drawn_windows_is_refused_before_training(
     [
         ({"window_sampling": "random"}, "window_sampling: 'random' is not one of fixed, ahn"),
         ({"label_shift": "nxt"}, "label_shift: 'nxt' is not one of next, ahn (did you mean 'next'?)"),
-        ({"temperature": 0.0}, "temperature: 0.0 is out of range, it must be more than 0 and at most 1000"),
+        ({"temperature": 0.0}, "temperature: 0.0 is out of range, it must be 0.01 or more and at most 1000"),
         ({"loss": "kld"}, "loss: 'kld' is not one of kl, ce, mse (did you mean 'kl'?)"),
         ({"mse_weight": -1.0}, "mse_weight: -1.0 is out of range, it must be 0 or more"),
     ],

@@ -278,6 +278,10 @@ def test_documents_can_have_rows_of_their_own(tmp_path: Path, tokenizer: PreTrai
     assert all(torch.equal(row["input_ids"], row["labels"]) for row in rows)
     assert split.held_out.batch()[0].tolist() == [[13, 14, 15, 2]]
     assert split.held_out_part == "the last 20% of its documents"
+    assert (split.counts.read, split.counts.empty, split.counts.truncated) == (5, 1, 0)
+    long = load_rows(source, tokenizer, seq_len=4, holdout=0.4, packing=False, min_length=3)
+    assert [row["input_ids"].tolist() for row in map(long.train.__getitem__, range(2))] == [[5, 6, 7, 8], [9, 2]]
+    assert (long.counts.read, long.counts.short) == (5, 2)
     padded = split.collator([rows[0], rows[1]])  # type: ignore[misc]
     assert padded["labels"][1].tolist() == [9, 2, *[-100] * 6]
     streamed = load_rows(source, tokenizer, seq_len=4, eval_rows=1, packing=False, streaming=True)

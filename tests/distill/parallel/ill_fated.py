@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import cli
+from distill.parallel.processes import ATTEMPT
 from distill.trainer import DistillTrainer
 
 compute_loss, save_rng_state = DistillTrainer.compute_loss, DistillTrainer._save_rng_state
@@ -23,7 +24,7 @@ def _compute_loss(self: DistillTrainer, model: Any, *args: Any, **kwargs: Any) -
             os.kill(os.getpid(), signal.SIGTERM)
         elif fate == "nan":
             loss = loss * float("nan")  # finite when it was looked at: its gradient is not
-        elif fate == "kill" or (fate == "kill-once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
+        elif fate == "kill" or (fate == "kill-once" and os.environ[ATTEMPT] == "0"):
             os.kill(os.getpid(), signal.SIGKILL)
     return loss
 

@@ -211,3 +211,15 @@ def test_a_killed_process_is_started_again_with_the_others(recipe: Path, here: P
     found, unharmed = (load_file(path / "adapter" / "adapter_model.safetensors") for path in (run, here / "unharmed"))
     for name, value in unharmed.items():
         assert torch.equal(found[name], value), name
+
+
+def test_what_the_user_must_see_to_is_not_started_again(
+    recipe: Path, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    restarted, run = Machines(nproc=2, max_restarts=2), here / "not-again"
+    command = [str(HERE / "ill_fated.py"), "nan", "distill", str(recipe), "--nproc", "2", "-o", str(run)]
+    with pytest.raises(RetrofitError, match="at step 3: the run stopped"):
+        launch(command, restarted)
+    with pytest.raises(RetrofitError, match="overwrite"):  # another launch's run is not gone on with
+        launch(command, restarted)
+    assert "starting all processes again" not in capfd.readouterr().err

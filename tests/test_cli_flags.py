@@ -26,6 +26,7 @@ RECIPE = {
     "data_split": "test",
     "max_samples": 7,
     "holdout": 0.25,
+    "lr": 0.02,
     "adam_beta2": 0.5,
     "deepspeed": "zero2",
     "mix": {"a.txt": 2},

@@ -54,12 +54,7 @@ def save_adapter(
         PREFIX + name: parameter.detach().to("cpu", torch.float32, copy=True).contiguous()
         for name, parameter in model.memory_parameters()
     }
-    for name, weight in weights.items():
-        if not weight.isfinite().all():
-            raise RetrofitError(
-                f"{name.removeprefix(PREFIX)} holds values that are not finite: nothing was saved; train again with a "
-                "smaller learning rate"
-            )
+    check_finite(model)
     memory = model.config.memory
     config = {
         "peft_type": PEFT_TYPE,
@@ -177,6 +172,19 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         if not isinstance(config.get(key), str | None):
             raise RetrofitError(f"{file}: {key!r} is not a name: the adapter is damaged, fetch it again")
     return config
+
+
+def check_finite(model: Any) -> None:
+    """Refuse to save a memory that a run has spoilt.
+
+    Raises:
+        RetrofitError: a weight of it is not finite.
+    """
+    for name, parameter in model.memory_parameters():
+        if not parameter.is_meta and not parameter.isfinite().all():
+            raise RetrofitError(
+                f"{name} holds values that are not finite: nothing was saved; train again with a smaller learning rate"
+            )
 
 
 def load_memory_weights(model: Any, file: str | Path) -> None:

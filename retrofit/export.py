@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from .adapter import check_finite
 from .card import model_card
 from .files import write_folder, write_text
 
@@ -20,8 +21,9 @@ def export_model(
         details: Markdown for the card: the data, the command and the figures of the run that made it.
 
     Raises:
-        RetrofitError: the folder holds something else.
+        RetrofitError: the folder holds something else, or a weight of the memory is not finite.
     """
+    check_finite(model)
     with write_folder(path, overwrite) as draft:
         model.save_pretrained(draft)
         if tokenizer is not None:

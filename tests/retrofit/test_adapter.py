@@ -15,6 +15,7 @@ import retrofit
 from patches.errors import RetrofitError
 from patches.kinds import KINDS
 from retrofit.adapter import CONFIG, PEFT_TYPE, WEIGHTS
+from retrofit.export import export_model
 from tests.helpers import S, W, awake, capacity, logits, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
@@ -296,3 +297,12 @@ def test_a_trained_memory_is_not_part_of_the_fingerprint(saved: Path, make_base:
 def test_a_folder_that_moved(saved: Path, make_base: MakeBase, tmp_path: Path) -> None:
     shutil.move(saved, tmp_path / "else where")
     retrofit.load_adapter(make_base("Qwen2"), tmp_path / "else where")
+
+
+def test_a_spoilt_memory_is_not_exported(make_base: MakeBase, tmp_path: Path) -> None:
+    model = awake(make_base("Qwen2"), "ahn-gdn")
+    with torch.no_grad():
+        next(model.memory_parameters())[1].view(-1)[0] = torch.nan
+    with pytest.raises(RetrofitError, match="values that are not finite: nothing was saved"):
+        export_model(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()

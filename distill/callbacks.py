@@ -72,9 +72,6 @@ class FiniteOnly(TrainerCallback):
 class Patience(EarlyStoppingCallback):
     """Stops after so many evaluations without a smaller held-out KL; a resumed run counts those before it, too."""
 
-    def __init__(self, evaluations: int) -> None:
-        super().__init__(evaluations)
-
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the evaluations since the best one."""
         super().on_train_begin(args, state, control, **kwargs)

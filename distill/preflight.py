@@ -1,6 +1,5 @@
 """What a run refuses before it loads its base: the recipe's memory, its reporters, its LoRA, its DeepSpeed file."""
 
-import re
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from distill.parallel.zero import read_config
 from distill.recipe import Recipe
 from patches.errors import RetrofitError, nearest
 from patches.kinds import KINDS, find_kind
+from retrofit.evaluation.definitions import HUB_ID
 from retrofit.hub_errors import first_line
-
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -252,15 +252,16 @@ class _Fit:
         """
         recipe, checkpoint = self.recipe, self.checkpoint
         done = step_of(checkpoint) if checkpoint else 0
-        state = None if checkpoint is None else TrainerState.load_from_json(str(checkpoint / STATE))
-        if checkpoint is not None and state is not None and (done >= recipe.steps or Patience.over(recipe, state)):
-            begin()
-            if recipe.patience and state.best_model_checkpoint:
-                checkpoint = Path(str(recipe.output)) / Path(state.best_model_checkpoint).name
-            load_memory_weights(self.model.to(self.processes.device), checkpoint / WEIGHTS)
-            if recipe.lora:
-                load_lora(self.model, checkpoint / LORA)
-            return None, state
+        if checkpoint is not None:
+            state = TrainerState.load_from_json(str(checkpoint / STATE))
+            if done >= recipe.steps or Patience.over(recipe, state):
+                begin()
+                if recipe.patience and state.best_model_checkpoint:
+                    checkpoint = Path(str(recipe.output)) / Path(state.best_model_checkpoint).name
+                load_memory_weights(self.model.to(self.processes.device), checkpoint / WEIGHTS)
+                if recipe.lora:
+                    load_lora(self.model, checkpoint / LORA)
+                return None, state
         args = self._arguments(engine)
         held_out = self.split.held_out.head(recipe.eval_rows)
         trainer = DistillTrainer(self.model, args, self.split.train, held_out, self.split.collator)

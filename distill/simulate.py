@@ -7,6 +7,7 @@ CUDA's fused attention and flash-linear-attention's kernels hold less or the sam
 """
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,24 +86,23 @@ def step_bytes(
         checkpointing: whether each layer of the student is recomputed in the backward pass.
         objective: the loss; the KL over whole rows by default.
     """
-    objective = objective or Objective()
+    peaks = partial(_peaks, config, settings, rows, dtype, checkpointing, objective or Objective())
+    segment = None if objective is None else objective.segment
 
     def of_all_layers(tokens: int) -> list[int]:
-        two, three = (
-            _run(config, settings, rows, tokens, dtype, checkpointing, objective, layers) for layers in (2, 3)
-        )
+        two, three = (peaks(tokens, layers) for layers in (2, 3))
         return [a + (config.num_hidden_layers - 2) * (b - a) for a, b in zip(two, three, strict=True)]
 
-    if objective.segment is not None:
+    if segment is not None:
         # a few segments past the window, each adds as much as the one before: to the forward pass, which also holds
         # the teacher's cache, more than to the backward pass
-        few = objective.segment * (2 - -(settings.window + settings.sinks) // objective.segment)
-        if tokens > few + objective.segment:
-            pairs = zip(of_all_layers(few), of_all_layers(few + objective.segment), strict=True)
-            return max(a + (b - a) * (tokens - few) // objective.segment for a, b in pairs)
+        few = segment * (2 - -(settings.window + settings.sinks) // segment)
+        if tokens > few + segment:
+            pairs = zip(of_all_layers(few), of_all_layers(few + segment), strict=True)
+            return max(a + (b - a) * (tokens - few) // segment for a, b in pairs)
     elif checkpointing:  # a layer's input is all that is kept of it
-        of_two = max(_run(config, settings, rows, tokens, dtype, checkpointing, objective, layers=2))
-        return of_two + (config.num_hidden_layers - 2) * rows * tokens * config.hidden_size * dtype.itemsize
+        states = rows * tokens * config.hidden_size * dtype.itemsize
+        return max(peaks(tokens, 2)) + (config.num_hidden_layers - 2) * states
     return max(of_all_layers(tokens))
 
 
@@ -113,14 +113,14 @@ def checkpoint_layers(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _run(
+def _peaks(
     config: Any,
     settings: MemoryConfig,
     rows: int,
-    tokens: int,
     dtype: torch.dtype,
     checkpointing: bool,
     objective: Objective,
+    tokens: int,
     layers: int,
 ) -> list[int]:
     """The peaks of forward and backward pass with so many layers."""

@@ -25,6 +25,7 @@ from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective, tokens_of
 from distill.parallel.zero import is_partitioned, keep_base_out, partition, window_only
 from distill.stages import in_stages
+from distill.unsupported import refuse_unsupported
 from distill.windows import check_draws, draw_window
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
@@ -83,15 +84,6 @@ class DistillTrainer(Trainer):
         self.of_base = fingerprint(model)  # while the weights are whole: ZeRO-3 is about to part them
         args._n_gpu = min(args.n_gpu, 1)  # several GPUs want a process each: nn.DataParallel would copy the model
         engine = getattr(args, "hf_deepspeed_config", None)
-        if engine is not None and engine.is_zero3() and lora_layers(model):
-            raise RetrofitError("LoRA does not work with ZeRO-3, which would save it empty: use zero2")
-        if engine is not None and engine.is_zero3() and args.segment is not None:
-            raise RetrofitError(
-                "segment does not work with ZeRO-3, whose processes gather weights in step though their rows may have "
-                "different numbers of segments: use zero2, or leave segment out"
-            )
-        if engine is not None and engine.is_zero3() and args.local_steps:
-            raise RetrofitError("local steps do not work with ZeRO-3, which has no layer's weights whole: use zero2")
         if engine is not None and engine.is_zero3() and not is_partitioned(model):
             partition(model, engine.config, args.device)
         super().__init__(
@@ -369,36 +361,6 @@ class DistillTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return os.path.join(super()._get_output_dir(trial), self._draft)
-
-
-def refuse_unsupported(model: Any, args: DistillArguments) -> None:
-    """Refuse what transformers' Trainer offers and this one would ignore, or fail at in the middle of a run.
-
-    Raises:
-        RetrofitError: one of these is asked for, by the arguments, the model or accelerate's configuration.
-    """
-
-    def launcher(name: str) -> bool:
-        return os.environ.get(name, "false").lower() in ("1", "true", "yes")
-
-    asked = {
-        "FSDP": (args.fsdp or launcher("ACCELERATE_USE_FSDP"), "use DeepSpeed's ZeRO-3 (deepspeed=...)"),
-        "context and tensor parallelism": (
-            getattr(args, "parallelism_config", None)
-            or launcher("ACCELERATE_USE_PARALLELISM_CONFIG")
-            or getattr(model, "_device_mesh", None) is not None,
-            "use data parallelism or DeepSpeed's ZeRO-3 (deepspeed=...)",
-        ),
-        "label_smoothing_factor": (
-            args.label_smoothing_factor,
-            "set it to 0: the teacher's distribution is the label",
-        ),
-        "neftune_noise_alpha": (args.neftune_noise_alpha, "remove it, because the teacher would get the noise as well"),
-        "use_liger_kernel": (args.use_liger_kernel, "remove it, because the loss here never makes all logits anyway"),
-    }
-    for name, (wanted, advice) in asked.items():
-        if wanted:
-            raise RetrofitError(f"DistillTrainer does not support {name}: {advice}")
 
 
 def _named(batch: Batch) -> str:

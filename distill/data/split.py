@@ -121,11 +121,13 @@ def load_rows(
         tokens = found.tokens | {"held_out": other.tokens["all"]}
         if not streaming:
             found = replace(found, counts=_sum([found.counts, other.counts]))
-        same = found.collator is None and other.collator is None
         found = replace(
-            found, held_out=other.held_out, held_out_part=f"all of {other.source.source.name}", tokens=tokens
+            found,
+            held_out=other.held_out,
+            held_out_part=f"all of {other.source.source.name}",
+            tokens=tokens,
+            collator=found.collator or other.collator,
         )
-        found = found if same else replace(found, collator=collator)
     return found
 
 

@@ -96,7 +96,8 @@ def launch(command: list[str], machines: Machines) -> None:
         if not failed.worth_another or attempt == machines.max_restarts:
             raise failed.error from None
         again = f"starting all processes again, {attempt + 1} of {machines.max_restarts} times"
-        print(f"{failed.error or 'a process failed'}; {again}", file=sys.stderr)
+        said = failed.error if isinstance(failed.error, RetrofitError) else "a process failed"
+        print(f"{said}; {again}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,50 @@
+"""What transformers' Trainer and DeepSpeed offer and distillation does not: refused before anything is made."""
+
+import os
+from typing import Any
+
+from distill.arguments import DistillArguments
+from distill.lora import lora_layers
+from patches.errors import RetrofitError
+
+
+def refuse_unsupported(model: Any, args: DistillArguments) -> None:
+    """Refuse what transformers' Trainer offers and this one would ignore, or fail at in the middle of a run.
+
+    Raises:
+        RetrofitError: one of these is asked for, by the arguments, the model or accelerate's configuration.
+    """
+
+    def launcher(name: str) -> bool:
+        return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+    asked = {
+        "FSDP": (args.fsdp or launcher("ACCELERATE_USE_FSDP"), "use DeepSpeed's ZeRO-3 (deepspeed=...)"),
+        "context and tensor parallelism": (
+            getattr(args, "parallelism_config", None)
+            or launcher("ACCELERATE_USE_PARALLELISM_CONFIG")
+            or getattr(model, "_device_mesh", None) is not None,
+            "use data parallelism or DeepSpeed's ZeRO-3 (deepspeed=...)",
+        ),
+        "label_smoothing_factor": (
+            args.label_smoothing_factor,
+            "set it to 0: the teacher's distribution is the label",
+        ),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, "remove it, because the teacher would get the noise as well"),
+        "use_liger_kernel": (args.use_liger_kernel, "remove it, because the loss here never makes all logits anyway"),
+    }
+    for name, (wanted, advice) in asked.items():
+        if wanted:
+            raise RetrofitError(f"DistillTrainer does not support {name}: {advice}")
+    engine = getattr(args, "hf_deepspeed_config", None)
+    if engine is None or not engine.is_zero3():
+        return
+    if lora_layers(model):
+        raise RetrofitError("LoRA does not work with ZeRO-3, which would save it empty: use zero2")
+    if args.segment is not None:
+        raise RetrofitError(
+            "segment does not work with ZeRO-3, whose processes gather weights in step though their rows may have "
+            "different numbers of segments: use zero2, or leave segment out"
+        )
+    if args.local_steps:
+        raise RetrofitError("local steps do not work with ZeRO-3, which has no layer's weights whole: use zero2")

@@ -385,7 +385,6 @@ def main(arguments: list[str] | None = None) -> int:
         if not session.late(name):
             session.run(name, measure)
     found = finite({"machine": machine(device), "dry run": dry, "sections": session.sections, "notes": session.notes})
-    given.output.parent.mkdir(parents=True, exist_ok=True)
     write_json(given.output, found)
     print(page(found))
     if given.page is not None and not dry:

@@ -20,7 +20,7 @@ from retrofit.adapter import load_adapter
 from retrofit.evaluation import baselines
 from retrofit.files import at_home
 from retrofit.hub_errors import first_line
-from retrofit.siblings import HERE
+from retrofit.import_guard import HERE
 
 OLDEST = "0.19.8"  # before it ZeRO-3 fails on frozen weights under gradient checkpointing (DeepSpeed pull request 8148)
 SHIPPED = ("zero2", "zero3")

@@ -30,6 +30,18 @@ class WideLinear(nn.Linear):
         return F.linear(cast(x, dtype), cast(self.weight, dtype), bias)
 
 
+class LargeLinear(WideLinear):
+    """One whose weights are worth not being copied: in bfloat16 they are read as they are, and summed up in float32.
+
+    What goes in is rounded like them. float16 has not the range that a reading may need.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype != torch.bfloat16:
+            return super().forward(x)
+        return F.linear(cast(x, self.weight.dtype), self.weight, self.bias)
+
+
 class HeadLinear(nn.Module):
     """One square matrix per head, multiplied from the right: ``(B, n, H, D) -> (B, n, H, D)``."""
 

@@ -17,8 +17,8 @@ from distill.parallel.processes import any_of
 from distill.progress import Bar, peak_bytes
 from patches.errors import RetrofitError
 from retrofit.files import write_text
-from retrofit.head import gathered
 from retrofit.hub import push_folder
+from retrofit.lm_head import gathered
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -20,7 +20,7 @@ from distill.loss import chunked_ce, chunked_kl, scored_positions
 from distill.segments import Read, Reader, in_segments, pieces
 from patches.errors import RetrofitError
 from retrofit.evaluation.scores import evaluating, hidden_states
-from retrofit.head import gathered
+from retrofit.lm_head import gathered
 
 Batch = dict[str, Tensor]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from patches.errors import RetrofitError, nearest
+from retrofit.import_guard import HERE
 from retrofit.plain_yaml import parse_yaml
 from retrofit.settings import LARGEST, setting, settings
-from retrofit.siblings import HERE
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config
 from retrofit.export import export_model
 from retrofit.files import check_output, no_empty_folders, write_folder, write_json, write_text
 from retrofit.fingerprint import difference
-from retrofit.head import gathered, is_shared
+from retrofit.lm_head import gathered, is_shared
 from retrofit.loading import check_vocabulary, load_config, load_tokenizer
 from retrofit.settings import settings
 from retrofit.table import finite, print_table

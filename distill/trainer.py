@@ -19,13 +19,13 @@ from distill.arguments import DistillArguments
 from distill.callbacks import EndOfStage, FiniteOnly
 from distill.checkpoint import STATE, drop_oldest, write_checksums
 from distill.data.rows import ByLength, EvenRows, longer_than
-from distill.local import LocalFit
+from distill.local_fit import LocalFit
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective, tokens_of
 from distill.parallel import fsdp
 from distill.parallel.zero import keep_base_out, partition, window_only
-from distill.stages import in_stages
+from distill.schedules import in_stages
 from distill.unsupported import refuse_unsupported
 from distill.windows import check_draws, draw_window
 from patches.errors import RetrofitError
@@ -33,8 +33,8 @@ from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
 from retrofit.evaluation.scores import evaluating, gap_closed
 from retrofit.families import is_retrofit
 from retrofit.fingerprint import fingerprint
-from retrofit.head import gathered, is_shared
 from retrofit.hub_errors import first_line
+from retrofit.lm_head import gathered, is_shared
 
 DISTANCES = 20  # powers of two times the window: evaluation tells them apart up to W 2^20 tokens
 TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream")  # in what torch.save says of a full disk

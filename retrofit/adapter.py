@@ -15,11 +15,11 @@ from patches.kinds import find_kind
 
 from .card import adapter_card
 from .families import is_retrofit
-from .fetch import fetch_folder
 from .files import write_folder, write_json, write_text
 from .fingerprint import difference, fingerprint
+from .hub_folder import fetch_folder
 from .patching import patch
-from .reading import read_json, read_tensors
+from .untrusted import read_json, read_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_TYPE = "RETROFIT"

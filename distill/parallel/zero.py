@@ -19,9 +19,9 @@ from patches.kinds import build_memory
 from retrofit.adapter import load_adapter
 from retrofit.evaluation import baselines
 from retrofit.files import at_home
-from retrofit.head import is_shared
 from retrofit.hub_errors import first_line
-from retrofit.siblings import HERE
+from retrofit.import_guard import HERE
+from retrofit.lm_head import is_shared
 
 OLDEST = "0.19.8"  # before it ZeRO-3 fails on frozen weights under gradient checkpointing (DeepSpeed pull request 8148)
 SHIPPED = ("zero2", "zero3")

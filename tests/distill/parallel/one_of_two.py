@@ -15,7 +15,7 @@ from distill.data.split import PackedRows
 from distill.parallel.processes import join, trainer_settings
 from distill.parallel.zero import find_config
 from distill.trainer import DistillTrainer
-from retrofit.head import gathered, is_shared
+from retrofit.lm_head import gathered, is_shared
 from tests.conftest import tiny_base
 
 STEPS, STOP, GLOBAL_BATCH = 4, 2, 4  # where ZeRO-3 does not forbid it, the first stage ends where the run is resumed

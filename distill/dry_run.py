@@ -213,7 +213,9 @@ def dry_run(recipe: Recipe, *, peak_tflops: float, utilisation: float, json_file
 
 
 def _settings(recipe: Recipe, window: int, sinks: int) -> MemoryConfig:
-    return new_memory(recipe.memory, window, sinks, recipe.layers, recipe.others, recipe.options)
+    return new_memory(
+        recipe.memory, window, sinks, recipe.layers, recipe.others, recipe.options, by_layer=recipe.by_layer
+    )
 
 
 def _windows(recipe: Recipe) -> list[tuple[int, int]]:

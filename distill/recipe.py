@@ -46,6 +46,9 @@ class Recipe:
     layers: list[int] | None = setting(None, "Numbers of the layers that get the memory; all layers by default.")
     others: str = setting("full", "Attention of the layers without a memory.", choices=("full", "window"))
     options: dict[str, Any] = setting(dict, "Options of the memory.")
+    by_layer: dict[str, Any] = setting(
+        dict, "What single layers have otherwise, as `retrofit allocate` finds it: {0: {window: 64}, 4-7: {rows: 9}}."
+    )
     lora: dict[str, Any] = setting(dict, "Fields of peft.LoraConfig: train LoRA beside the memory.")
 
     # the data (docs/data.md)

@@ -133,7 +133,7 @@ class Objective:
         with attention_outputs(model, self.mse > 0) as outputs:
             states = read()[scored]  # (P, E)
         head = model.get_output_embeddings()
-        with gathered(head.parameters()):
+        with gathered([head]):
             if self.loss == "ce":
                 losses = chunked_ce(states, targets[scored], head.weight, head.bias, temperature=self.temperature)
             elif self.loss == "kl":

@@ -182,6 +182,9 @@ class Recipe:
     deepspeed: str | None = setting(
         None, "DeepSpeed's ZeRO instead of plain data parallelism: zero2, zero3 or a DeepSpeed JSON file."
     )
+    fsdp: bool = setting(
+        False, "Divide the base's weights among the processes, by torch's FSDP2: for a base too large for one GPU."
+    )
     tf32: bool = setting(
         False, "Take products of float32 numbers in TF32 on a GPU: faster, with 10 bits behind the point."
     )

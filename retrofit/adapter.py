@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from patches.config import MemoryConfig
@@ -195,8 +196,16 @@ def load_memory_weights(model: Any, file: str | Path) -> None:
             not finite.
     """
     parameters = dict(model.memory_parameters())
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    tensors = read_tensors(file, shapes, lambda name: name.removeprefix(PREFIX))
     with torch.no_grad():
-        for name, tensor in tensors.items():
+        for name, tensor in read_memory_weights(model, file).items():
             parameters[name].copy_(tensor)
+
+
+def read_memory_weights(model: Any, file: str | Path) -> dict[str, Tensor]:
+    """A safetensors file's tensors, by the names of the memory of ``model``.
+
+    Raises:
+        RetrofitError: as :func:`load_memory_weights`.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.memory_parameters()}
+    return read_tensors(file, shapes, lambda name: name.removeprefix(PREFIX))

@@ -210,7 +210,7 @@ def score_hidden(hidden: dict[str, Tensor], head: Any, targets: Tensor) -> dict[
     ``head`` is a linear module; its products are those of :mod:`retrofit.lm_head`, in float32 for 16-bit models too.
     """
     parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in hidden}
-    with gathered(head.parameters()):
+    with gathered([head]):
         for rows in chunks(len(targets), len(head.weight), CHUNK_ELEMENTS):
             target = targets[rows, None]  # (C, 1)
             teacher = None

@@ -49,7 +49,7 @@ COLUMNS = {
     "gpu_hours": ("GPU hours", ",.1f"),
     "zero0": ("GiB, no ZeRO", ",.1f"),
     "zero2": ("GiB, ZeRO-2", ",.1f"),
-    "zero3": ("GiB, ZeRO-3", ",.1f"),
+    "zero3": ("GiB, ZeRO-3 or FSDP2", ",.1f"),
 }
 
 

@@ -15,7 +15,7 @@ from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit import adapter, convert
 from retrofit.calibration import calibrate
-from retrofit.fetch import fetch_folder
+from retrofit.hub_folder import fetch_folder
 
 CALIBRATED = 8192  # tokens
 

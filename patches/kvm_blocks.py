@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad as fill
 
 from .frames import Frame
-from .joined import GATHERED, GPU_GATHERED, Part, Place, join, look, look_in_blocks
 from .kvm_budget import Schedule
 from .kvm_rows import Keys, absorb, prepare, read_rows
+from .merged_softmax import GATHERED, GPU_GATHERED, Part, Place, join, look, look_in_blocks
 
 
 @dataclass

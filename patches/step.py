@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .cache import MemoryCacheLayer
 from .frames import Frame
-from .linear import cast
 from .padding import Starts
+from .precision import cast
 from .rotary import Rotary, Turn, after, back, for_heads, turned
 
 T = TypeVar("T")

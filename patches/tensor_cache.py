@@ -15,11 +15,12 @@ from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
 from .kernels import gated_delta_rule, linear_attention
-from .linear import WideLinear, unit, wide
 from .memory import Joined, Kept
+from .modules import LargeLinear, unit
 from .options import above_zero, true_or_false, whole_number
-from .population import Pairs, PopulationOptions, UngatedMemory
+from .precision import wide
 from .step import Step
+from .ungated_memory import Pairs, PopulationOptions, UngatedMemory
 
 LOGITS = 10.0  # lambda and eta stay between sigmoid(-10) and sigmoid(10)
 GATE = -2.0  # initial logit of the gate of a layer
@@ -170,7 +171,7 @@ class TensorCache(UngatedMemory):
         if options.slots > 1:
             self.slot_keys = nn.Parameter(torch.empty(self.kv_heads, options.slots, self.head_dim))
         self.gate = nn.Parameter(torch.empty(1))
-        self.W_tc = WideLinear(self.heads * self.head_dim, self.hidden_size, bias=False)
+        self.W_tc = LargeLinear(self.heads * self.head_dim, self.hidden_size, bias=False)
 
     def reset_parameters(self) -> None:
         for name, (decay, strength) in TIMESCALES.items():
@@ -244,7 +245,8 @@ class TensorCache(UngatedMemory):
         return chosen.unsqueeze(3), weights.scatter(2, top.indices, top.values.softmax(2))
 
     def join(self, local: Tensor, read: Tensor) -> Joined:
-        return local, (self.W_tc(read.flatten(2)) * self.gate.to(read.dtype).sigmoid()).to(local.dtype)
+        added = self.W_tc(read.flatten(2))
+        return local, (added * self.gate.to(added.dtype).sigmoid()).to(local.dtype)
 
 
 def _folded(state: Tensor | None) -> Tensor | None:

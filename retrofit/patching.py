@@ -13,7 +13,7 @@ from patches.kinds import find_kind, new_memory
 
 from .families import find_family, is_retrofit
 from .loading import load_base
-from .quantised import METHODS, is_own_layer, shared
+from .quantised_bases import METHODS, is_own_layer, shared
 
 MOST = 10  # times the base's parameters: an adapter that asks for more was damaged, or worse
 

@@ -18,7 +18,7 @@ from patches.errors import RetrofitError
 
 from .adapter import OF_THE_BASE, PEFT_TYPE, PREFIX, patch_as, refuse_other_base
 from .fingerprint import fingerprint
-from .reading import check_shapes
+from .untrusted import check_shapes
 
 
 def _extend_enum(name: str) -> None:

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 import retrofit
+from patches.kinds import KINDS
 from tests.conftest import tiny_base
-from tests.helpers import S, W, tokens
+from tests.helpers import S, W, awake, tokens
 from tests.kernels import fake_cuda
 
 # kernels of a layer that reads 131,072 tokens, W = 8,192; an op of flash-linear-attention counts as one
@@ -92,3 +93,27 @@ def test_dispatches_of_the_base(four_layers: PreTrainedModel) -> None:
 @pytest.mark.parametrize("kind", DISPATCHED)
 def test_dispatches_of_a_token(four_layers: PreTrainedModel, kind: str) -> None:
     assert dispatched(retrofit.patch(four_layers, kind, W, S)) <= DISPATCHED[kind]
+
+
+class Widened(TorchDispatchMode):
+    """The largest number of elements that were copied to another dtype at once."""
+
+    most = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if op is torch.ops.aten._to_copy.default and out.dtype != args[0].dtype:
+            self.most = max(self.most, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_copies_no_large_weight(kind: str) -> None:
+    """A projection from all heads to the width, as large as the base's own, is read as it is kept."""
+    model = awake(tiny_base("Qwen2", num_hidden_layers=1), kind, 2 * W).bfloat16()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model.model(tokens(1, 5 * W), past_key_values=cache)
+        with Widened() as counted:
+            model.model(tokens(1, 1), past_key_values=cache)
+    assert counted.most < model.config.hidden_size**2

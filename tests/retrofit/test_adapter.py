@@ -230,7 +230,7 @@ def test_from_the_hub(saved: Path, make_base: MakeBase, monkeypatch: pytest.Monk
         asked.update(how, repo_id=repo_id)
         return str(saved)
 
-    monkeypatch.setattr("retrofit.fetch.snapshot_download", download)
+    monkeypatch.setattr("retrofit.hub_folder.snapshot_download", download)
     retrofit.load_adapter(make_base("Qwen2"), "user/adapter", revision="v2", token="t")
     assert (asked["repo_id"], asked["revision"], asked["token"]) == ("user/adapter", "v2", "t")
     assert sorted(asked["allow_patterns"]) == sorted([CONFIG, WEIGHTS, "README.md"])

@@ -101,7 +101,7 @@ def _sentence(error: Exception) -> str:
 def _missing() -> str:
     """Which package is not there, or has another in its place."""
     try:
-        from retrofit.siblings import check_sibling
+        from retrofit.import_guard import check_sibling
 
         for name in ("patches", "distill"):
             check_sibling(name)

@@ -17,8 +17,8 @@ from distill.parallel.processes import any_of
 from distill.progress import Bar, peak_bytes
 from patches.errors import RetrofitError
 from retrofit.files import write_text
-from retrofit.head import gathered
 from retrofit.hub import push_folder
+from retrofit.lm_head import gathered
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -40,7 +40,11 @@ class FiniteOnly(TrainerCallback):
             finite = norm is None or 0 <= float(norm) < math.inf  # DeepSpeed says -1 where there is none
         else:
             gradients = [parameter.grad for parameter in self._trained() if parameter.grad is not None]
+            if self.trainer.is_fsdp_enabled:  # each process has a part of each
+                gradients = [gradient.to_local() for gradient in gradients]
             finite = bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all())
+            if self.trainer.is_fsdp_enabled:
+                finite = not any_of(not finite, args.device)
         if not finite:
             raise RetrofitError(
                 f"the gradient is not finite at step {state.global_step + 1}: the run stopped and saved nothing of "
@@ -55,7 +59,7 @@ class FiniteOnly(TrainerCallback):
         """
         if not (control.should_save or control.should_evaluate or control.should_training_stop):
             return  # the loss of the next step would show it
-        with gathered(self._trained()):
+        with gathered(self._model().model.memories().values()):
             finite = all(parameter.isfinite().all() for parameter in self._trained())
         if not finite:
             raise RetrofitError(
@@ -65,8 +69,10 @@ class FiniteOnly(TrainerCallback):
 
     def _trained(self) -> list[Any]:
         """The memory's parameters, and LoRA's."""
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self._model().parameters() if parameter.requires_grad]
+
+    def _model(self) -> Any:
+        return self.trainer.accelerator.unwrap_model(self.trainer.model)
 
 
 class Patience(EarlyStoppingCallback):

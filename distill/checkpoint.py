@@ -1,7 +1,8 @@
 """What a run leaves on disk while it trains: ``checkpoint-N`` folders, each an adapter with the optimizer beside it.
 
-Plain and data-parallel runs keep the optimizer in ``optimizer.pt``. DeepSpeed keeps each process's part of it in a
-folder of its own, named in ``latest``; the schedule and the processes' random states lie beside it as ever.
+Plain and data-parallel runs keep the optimizer in ``optimizer.pt``, FSDP in ``optimizer.bin``. DeepSpeed keeps each
+process's part of it in a folder of its own, named in ``latest``; the schedule and the processes' random states lie
+beside it as ever.
 """
 
 import hashlib
@@ -14,8 +15,9 @@ from transformers import TrainerState
 from retrofit.adapter import WEIGHTS
 from retrofit.files import write_json
 
-STATE, OPTIMIZER = "trainer_state.json", "optimizer.pt"
-ENGINE = "latest"  # DeepSpeed's pointer to its folder
+STATE = "trainer_state.json"
+# where the optimizer is: the Trainer's file, accelerate's under FSDP, or DeepSpeed's pointer to its folder
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "latest")
 CHECKSUMS = "checksums.json"
 
 
@@ -46,7 +48,7 @@ def damage(checkpoint: Path) -> str:
         expected = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))
         if not isinstance(expected, dict):
             raise ValueError
-        if not (STATE in expected and WEIGHTS in expected and (OPTIMIZER in expected or ENGINE in expected)):
+        if not (STATE in expected and WEIGHTS in expected and any(name in expected for name in OPTIMIZERS)):
             raise ValueError
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"

@@ -9,8 +9,8 @@ import typer
 from distill.recipe import Recipe, load_recipe, read_recipe, shipped_recipes
 from patches.errors import RetrofitError
 from retrofit.files import check_file, check_output, write_bytes
+from retrofit.import_guard import HERE
 from retrofit.options import Json, Memory, Options, Output, Overwrite, Seed, Verbs, flags, pairs
-from retrofit.siblings import HERE
 
 app = Verbs()
 recipes = Verbs(help="List, show, copy and check recipes.")

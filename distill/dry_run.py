@@ -49,7 +49,7 @@ COLUMNS = {
     "gpu_hours": ("GPU hours", ",.1f"),
     "zero0": ("GiB, no ZeRO", ",.1f"),
     "zero2": ("GiB, ZeRO-2", ",.1f"),
-    "zero3": ("GiB, ZeRO-3", ",.1f"),
+    "zero3": ("GiB, ZeRO-3 or FSDP2", ",.1f"),
 }
 
 
@@ -214,7 +214,9 @@ def dry_run(recipe: Recipe, *, peak_tflops: float, utilisation: float, json_file
 
 
 def _settings(recipe: Recipe, window: int, sinks: int) -> MemoryConfig:
-    return new_memory(recipe.memory, window, sinks, recipe.layers, recipe.others, recipe.options)
+    return new_memory(
+        recipe.memory, window, sinks, recipe.layers, recipe.others, recipe.options, by_layer=recipe.by_layer
+    )
 
 
 def _windows(recipe: Recipe) -> list[tuple[int, int]]:

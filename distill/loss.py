@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distill.data.chat import IGNORED
-from retrofit.head import chunks, kl, log_probs, through_head
+from retrofit.lm_head import chunks, kl, log_probs, through_head
 
 # logits of one chunk: 256 MiB in fp32; with half as many the products read the head so often that it costs 15 %
 CHUNK_ELEMENTS = 2**26

@@ -20,7 +20,7 @@ from distill.loss import chunked_ce, chunked_kl, scored_positions
 from distill.segments import Read, Reader, in_segments, pieces
 from patches.errors import RetrofitError
 from retrofit.evaluation.scores import evaluating, hidden_states
-from retrofit.head import gathered
+from retrofit.lm_head import gathered
 
 Batch = dict[str, Tensor]
 
@@ -133,7 +133,7 @@ class Objective:
         with attention_outputs(model, self.mse > 0) as outputs:
             states = read()[scored]  # (P, E)
         head = model.get_output_embeddings()
-        with gathered(head.parameters()):
+        with gathered([head]):
             if self.loss == "ce":
                 losses = chunked_ce(states, targets[scored], head.weight, head.bias, temperature=self.temperature)
             elif self.loss == "kl":

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from patches.errors import RetrofitError, nearest
+from retrofit.import_guard import HERE
 from retrofit.plain_yaml import parse_yaml
 from retrofit.settings import LARGEST, setting, settings
-from retrofit.siblings import HERE
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class Recipe:
     layers: list[int] | None = setting(None, "Numbers of the layers that get the memory; all layers by default.")
     others: str = setting("full", "Attention of the layers without a memory.", choices=("full", "window"))
     options: dict[str, Any] = setting(dict, "Options of the memory.")
+    by_layer: dict[str, Any] = setting(
+        dict, "What single layers have otherwise, as `retrofit allocate` finds it: {0: {window: 64}, 4-7: {rows: 9}}."
+    )
     lora: dict[str, Any] = setting(dict, "Fields of peft.LoraConfig: train LoRA beside the memory.")
 
     # the data (docs/data.md)
@@ -187,6 +190,9 @@ class Recipe:
     )
     deepspeed: str | None = setting(
         None, "DeepSpeed's ZeRO instead of plain data parallelism: zero2, zero3 or a DeepSpeed JSON file."
+    )
+    fsdp: bool = setting(
+        False, "Divide the base's weights among the processes, by torch's FSDP2: for a base too large for one GPU."
     )
     tf32: bool = setting(
         False, "Take products of float32 numbers in TF32 on a GPU: faster, with 10 bits behind the point."

@@ -28,7 +28,7 @@ from distill.lora import load_lora, merge_lora, save_lora
 from distill.model import build_model, calibrate_on
 from distill.parallel import EXIT_STATUS
 from distill.parallel.processes import Processes, join, launch_of, trainer_settings
-from distill.parallel.zero import agreeing, find_config, is_partitioned, whole
+from distill.parallel.zero import agreeing, find_config, whole
 from distill.preflight import check_recipe, reporters
 from distill.progress import progress_bar
 from distill.recipe import Recipe
@@ -48,7 +48,7 @@ from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config
 from retrofit.export import export_model
 from retrofit.files import check_output, no_empty_folders, write_folder, write_json, write_text
 from retrofit.fingerprint import difference
-from retrofit.head import gathered
+from retrofit.lm_head import gathered, is_shared
 from retrofit.loading import check_vocabulary, load_config, load_tokenizer
 from retrofit.settings import settings
 from retrofit.table import finite, print_table
@@ -173,7 +173,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         | {"python": platform.python_version()},
     }
     details = card_details(recipe, split, rows, command)
-    with gathered(parameter for _, parameter in model.memory_parameters()):
+    with gathered(model.model.memories().values()):
         if processes.main:
             of_base = trainer.of_base if trainer else None
             retrofit.save_adapter(model, output / "adapter", overwrite=True, details=details, of_base=of_base)
@@ -182,7 +182,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
             with write_folder(output / LORA, overwrite=True) as draft:
                 save_lora(model, draft)
             merge_lora(model)
-        if is_partitioned(model):
+        if is_shared(model):
             model = whole(base, output / "adapter", recipe.dtype)
         export_model(model, output / "model", tokenizer, overwrite=True, details=details)
         write_json(output / "metrics.json", finite(metrics))  # a gradient's norm in the curve may be infinite
@@ -305,5 +305,5 @@ class _Fit:
             report_to=reporters(recipe.report_to),
             **{key.argument: getattr(recipe, key.name) for key in settings(Recipe).values() if key.argument},
             **checkpointing,
-            **trainer_settings(engine),
+            **trainer_settings(engine, recipe.fsdp),
         )

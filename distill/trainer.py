@@ -19,13 +19,14 @@ from distill.arguments import DistillArguments
 from distill.callbacks import EndOfStage, FiniteOnly
 from distill.checkpoint import STATE, drop_oldest, write_checksums
 from distill.data.rows import ByLength, EvenRows, longer_than
-from distill.local import LocalFit
+from distill.local_fit import LocalFit
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective, tokens_of
 from distill.offload import offloaded
-from distill.parallel.zero import is_partitioned, keep_base_out, partition, window_only
-from distill.stages import in_stages
+from distill.parallel import fsdp
+from distill.parallel.zero import keep_base_out, partition, window_only
+from distill.schedules import in_stages
 from distill.unsupported import refuse_unsupported
 from distill.windows import check_draws, draw_window
 from patches.errors import RetrofitError
@@ -33,8 +34,8 @@ from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
 from retrofit.evaluation.scores import evaluating, gap_closed
 from retrofit.families import is_retrofit
 from retrofit.fingerprint import fingerprint
-from retrofit.head import gathered
 from retrofit.hub_errors import first_line
+from retrofit.lm_head import gathered, is_shared
 
 DISTANCES = 20  # powers of two times the window: evaluation tells them apart up to W 2^20 tokens
 TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "iostream")  # in what torch.save says of a full disk
@@ -85,8 +86,12 @@ class DistillTrainer(Trainer):
         self.of_base = fingerprint(model)  # while the weights are whole: ZeRO-3 is about to part them
         args._n_gpu = min(args.n_gpu, 1)  # several GPUs want a process each: nn.DataParallel would copy the model
         engine = getattr(args, "hf_deepspeed_config", None)
-        if engine is not None and engine.is_zero3() and not is_partitioned(model):
+        if engine is not None and engine.is_zero3() and not is_shared(model):
             partition(model, engine.config, args.device)
+        if args.fsdp:
+            fsdp.name_units(model)
+            if args.device.type == "cpu":
+                fsdp.allow_on_cpu()
         super().__init__(
             model=model,
             args=args,
@@ -305,7 +310,7 @@ class DistillTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the memory to ``output_dir``, as an adapter. Every process calls it, the main one writes."""
         model = self.accelerator.unwrap_model(self.model)
-        with gathered(parameter for _, parameter in model.memory_parameters()):
+        with gathered(model.model.memories().values()):
             if self.args.should_save:
                 folder = output_dir or self._get_output_dir(trial=None)
                 save_adapter(model, folder, overwrite=True, of_base=self.of_base)
@@ -315,9 +320,16 @@ class DistillTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any | None = None) -> None:
         model = self.accelerator.unwrap_model(model or self.model)
-        load_memory_weights(model, Path(resume_from_checkpoint) / WEIGHTS)
+        load = fsdp.load_memory if is_shared(model) else load_memory_weights
+        load(model, Path(resume_from_checkpoint) / WEIGHTS)
         if lora_layers(model):
             load_lora(model, Path(resume_from_checkpoint) / LORA)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_fsdp_enabled:  # the Trainer would write the base's weights as well
+            fsdp.save_optimizer(self, output_dir)
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_best_model(self) -> None:
         if self.is_deepspeed_enabled:

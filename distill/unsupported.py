@@ -8,13 +8,14 @@ from distill.lora import lora_layers
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 
-# settings that do not go together: what is asked for, what stands in its way, the value at which it does not, and why
-APART: tuple[tuple[str, str, Any, str], ...] = (
-    ("activation_offload", "segment", None, "which keeps no activations"),
-    ("torch_compile", "segment", None, "of which each has a graph of its own"),
-    ("torch_compile", "local_steps", 0, "which go back through each layer while the next one waits"),
-    ("torch_compile", "window_sampling", "fixed", "which would compile a step for every window that is drawn"),
-    ("torch_compile", "deepspeed", None, "whose engine runs the model in its own way"),
+# settings that do not go together, and what the second does that the first cannot have
+APART = (
+    ("activation_offload", "segment", "which keeps no activations"),
+    ("torch_compile", "segment", "of which each has a graph of its own"),
+    ("torch_compile", "local_steps", "which go back through each layer while the next one waits"),
+    ("torch_compile", "window_sampling", "which would compile a step for every window that is drawn"),
+    ("torch_compile", "deepspeed", "whose engine runs the model in its own way"),
+    ("torch_compile", "fsdp", "which gathers weights while a step runs"),
 )
 
 
@@ -27,9 +28,9 @@ def refuse_together(settings: Any) -> None:
     Raises:
         RetrofitError: two such are set.
     """
-    for name, other, idle, why in APART:
+    for name, other, why in APART:
         value = getattr(settings, other)
-        if getattr(settings, name) and value != idle:
+        if getattr(settings, name) and value and value != "fixed":
             raise RetrofitError(f"{name} does not go with {other}={value}, {why}: leave one of them out")
 
 
@@ -50,7 +51,10 @@ def refuse_unsupported(model: Any, args: DistillArguments) -> None:
         return os.environ.get(name, "false").lower() in ("1", "true", "yes")
 
     asked = {
-        "FSDP": (args.fsdp or launcher("ACCELERATE_USE_FSDP"), "use DeepSpeed's ZeRO-3 (deepspeed=...)"),
+        "FSDP of accelerate's configuration": (
+            launcher("ACCELERATE_USE_FSDP") and not args.fsdp,
+            "remove it there and set fsdp",
+        ),
         "context and tensor parallelism": (
             getattr(args, "parallelism_config", None)
             or launcher("ACCELERATE_USE_PARALLELISM_CONFIG")
@@ -68,16 +72,33 @@ def refuse_unsupported(model: Any, args: DistillArguments) -> None:
         if wanted:
             raise RetrofitError(f"DistillTrainer does not support {name}: {advice}")
     engine = getattr(args, "hf_deepspeed_config", None)
-    if engine is None or not engine.is_zero3():
+    if args.fsdp:
+        _check_fsdp(model, args)
+    elif engine is None or not engine.is_zero3():
         return
+    name = "FSDP" if args.fsdp else "ZeRO-3"
     if lora_layers(model):
-        raise RetrofitError("LoRA does not work with ZeRO-3, which would save it empty: use zero2")
+        raise RetrofitError(f"LoRA does not work with {name}, which would save it empty: use zero2")
     if args.segment is not None:
         raise RetrofitError(
-            "segment does not work with ZeRO-3, whose processes gather weights in step though their rows may have "
+            f"segment does not work with {name}, whose processes gather weights in step though their rows may have "
             "different numbers of segments: use zero2, or leave segment out"
         )
     if args.activation_offload:
-        raise RetrofitError("activation_offload does not work with ZeRO-3, which moves weights itself: use zero2")
+        raise RetrofitError(f"activation_offload does not work with {name}, which moves the weights as well: use zero2")
     if args.local_steps:
-        raise RetrofitError("local steps do not work with ZeRO-3, which has no layer's weights whole: use zero2")
+        raise RetrofitError(f"local steps do not work with {name}, which has no layer's weights whole: use zero2")
+
+
+def _check_fsdp(model: Any, args: DistillArguments) -> None:
+    plugin = getattr(args, "fsdp_plugin_args", None) or {}
+    if plugin.get("fsdp_version") != 2:
+        raise RetrofitError(
+            "FSDP is supported in its second version only: set version to 2 in fsdp_config, or upgrade transformers"
+        )
+    if args.world_size == 1:
+        raise RetrofitError("FSDP divides the weights among processes: start two or more (--nproc), or leave it out")
+    if getattr(args, "hf_deepspeed_config", None) is not None:
+        raise RetrofitError("fsdp and deepspeed both divide the weights: leave one of them out")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise RetrofitError("FSDP does not divide quantised weights: leave fsdp out")

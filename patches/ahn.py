@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from .kernels import gated_delta_rule, linear_attention, per_state
-from .linear import HeadLinear, ReadNorm, WideLinear, cast
-from .on_window import MatrixMemory
+from .matrix_memory import MatrixMemory
+from .modules import HeadLinear, ReadNorm, WideLinear
+from .precision import cast
 
 
 class DeltaNet(MatrixMemory):

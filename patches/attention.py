@@ -15,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .cache import MemoryCacheLayer, adopt
-from .linear import cast
 from .memory import Memory
+from .precision import cast
 from .rotary import Turn, for_heads, turned
 from .step import Pass, Step
 

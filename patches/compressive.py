@@ -12,13 +12,13 @@ from torch.nn.functional import pad as fill
 
 from .errors import one_of
 from .frames import Frame, take
-from .joined import Part, Place, join, look, look_in_blocks
-from .linear import wide
 from .memory import Joined, Kept
-from .on_window import WindowOnly
+from .merged_softmax import Part, Place, join, look, look_in_blocks
 from .options import Options, whole_number
+from .precision import wide
 from .rotary import Turn, rotate, unrotate
 from .step import Evicted, Step
+from .window_only import WindowOnly
 
 
 @dataclass(frozen=True)

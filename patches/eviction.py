@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from .errors import one_of
-from .linear import wide
 from .memory import Joined, Memory
 from .options import Options, whole_number
+from .precision import wide
 from .step import Step
 
 LOGITS = 2**22  # logits held at a time on a CPU, in elements

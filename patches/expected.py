@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .chosen import EMPTY, choose, pick
 from .errors import RetrofitError
-from .linear import wide
+from .low_bits import BITS, Channels, quantise, restore
 from .lse import attention_lse
 from .memory import Joined, Kept
-from .on_window import WindowOnly
 from .options import Options, whole_number
-from .quantised import BITS, Channels, quantise, restore
+from .precision import wide
 from .rotary import rotate, unrotate
 from .step import Evicted, Step
+from .top_rows import EMPTY, choose, pick
+from .window_only import WindowOnly
 
 BLOCK = 128  # evicted tokens that are sorted into the rows together
 LEAST = 1e-6  # below this a spread or a length is taken for it

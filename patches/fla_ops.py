@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .linear import unit
+from .modules import unit
 from .scan import STEPWISE
 
 # key and value sizes are filled up to a multiple: rows of whole 16 bytes, and even, as the 16-bit backward asks

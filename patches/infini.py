@@ -15,10 +15,10 @@ from transformers import initialization as init
 
 from .errors import one_of
 from .kernels import gated_delta_rule, linear_attention
-from .linear import wide
 from .memory import Joined, Kept
-from .population import Pairs, PopulationOptions, UngatedMemory
+from .precision import wide
 from .step import Step
+from .ungated_memory import Pairs, PopulationOptions, UngatedMemory
 
 
 def write_and_read(

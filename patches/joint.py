@@ -18,11 +18,12 @@ from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
 from .kernels import gated_delta_rule, linear_attention, per_state
-from .linear import HeadLinear, WideLinear, cast, wide
 from .memory import Joined, Kept
-from .on_window import WindowOnly
+from .modules import HeadLinear, WideLinear
 from .options import Options, true_or_false, whole_number
+from .precision import cast, wide
 from .step import Evicted, Step
+from .window_only import WindowOnly
 
 MASS_EPS = 1e-3  # beside the mass when the linear branch is read
 NO_MASS = 1e-30  # the log of a smaller mass is not told apart: it weighs nothing against any window

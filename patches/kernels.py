@@ -21,7 +21,8 @@ from transformers.utils import logging
 
 from .errors import RetrofitError, nearest
 from .fla_ops import load_gated_delta_rule, load_linear_attention
-from .linear import cast, unit
+from .modules import unit
+from .precision import cast
 from .scan import delta_step, linear_step
 from .scan import gated_delta_rule as scan_delta
 from .scan import linear_attention as scan_linear

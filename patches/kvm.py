@@ -16,13 +16,14 @@ from transformers import initialization as init
 from .cache import MemoryCacheLayer, plain_stream
 from .errors import RetrofitError, one_of
 from .frames import Frame, sink_attention
-from .joined import join, look
 from .kvm_blocks import Rule, attend_blocks, no_rows
 from .kvm_budget import Budget, Schedule, schedule
 from .kvm_rows import absorb, prepare, read_rows
-from .linear import WideLinear, cast, wide
 from .memory import Joined, Kept, Memory
+from .merged_softmax import join, look
+from .modules import WideLinear
 from .options import Options, above_zero, true_or_false, whole_number
+from .precision import cast, wide
 from .rotary import rotate, unrotate
 from .step import Pass, Step
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .linear import cast, exact_products, wide
 from .options import Options
+from .precision import cast, exact_products, wide
 from .step import Step
 
 

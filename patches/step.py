@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .cache import MemoryCacheLayer
 from .frames import Frame
-from .linear import cast
 from .padding import Starts
+from .precision import cast
 from .rotary import Rotary, Turn, after, back, for_heads, turned
 
 T = TypeVar("T")
@@ -182,7 +182,7 @@ class Pass:
         """``count`` tokens from slot ``start`` on in blocks of ``unit`` tokens, counted from behind the sinks."""
         pads = list(self.starts.pads)
         make = lambda: Frame(start, count, pads, sinks, unit, self.device)  # noqa: E731
-        return self.once(("frame", sinks, unit, start), make)
+        return self.once(("frame", sinks, unit, start, count), make)
 
 
 @dataclass

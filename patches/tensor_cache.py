@@ -15,11 +15,12 @@ from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
 from .kernels import gated_delta_rule, linear_attention
-from .linear import LargeLinear, unit, wide
 from .memory import Joined, Kept
+from .modules import LargeLinear, unit
 from .options import above_zero, true_or_false, whole_number
-from .population import Pairs, PopulationOptions, UngatedMemory
+from .precision import wide
 from .step import Step
+from .ungated_memory import Pairs, PopulationOptions, UngatedMemory
 
 LOGITS = 10.0  # lambda and eta stay between sigmoid(-10) and sigmoid(10)
 GATE = -2.0  # initial logit of the gate of a layer

@@ -6,7 +6,7 @@ Nothing heavy is imported before it is used: ``import retrofit`` waits for neith
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .siblings import check_sibling
+from .import_guard import check_sibling
 
 check_sibling("patches")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from patches.config import MemoryConfig
@@ -14,11 +15,11 @@ from patches.kinds import find_kind
 
 from .card import adapter_card
 from .families import is_retrofit
-from .fetch import fetch_folder
 from .files import write_folder, write_json, write_text
 from .fingerprint import difference, fingerprint
+from .hub_folder import fetch_folder
 from .patching import patch
-from .reading import read_json, read_tensors
+from .untrusted import read_json, read_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_TYPE = "RETROFIT"
@@ -127,6 +128,7 @@ def patch_as(
         config.sinks,
         layers=config.layers,
         others=config.others,
+        by_layer=config.by_layer,
         model_kwargs=model_kwargs,
         **options,
     )
@@ -195,8 +197,16 @@ def load_memory_weights(model: Any, file: str | Path) -> None:
             not finite.
     """
     parameters = dict(model.memory_parameters())
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    tensors = read_tensors(file, shapes, lambda name: name.removeprefix(PREFIX))
     with torch.no_grad():
-        for name, tensor in tensors.items():
+        for name, tensor in read_memory_weights(model, file).items():
             parameters[name].copy_(tensor)
+
+
+def read_memory_weights(model: Any, file: str | Path) -> dict[str, Tensor]:
+    """A safetensors file's tensors, by the names of the memory of ``model``.
+
+    Raises:
+        RetrofitError: as :func:`load_memory_weights`.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.memory_parameters()}
+    return read_tensors(file, shapes, lambda name: name.removeprefix(PREFIX))

@@ -10,10 +10,10 @@ from patches.errors import RetrofitError, one_of
 from patches.kinds import find_kind
 
 from .families import base_type
-from .fetch import fetch_folder
+from .hub_folder import fetch_folder
 from .loading import load_config
 from .patching import patch
-from .reading import read_json, read_tensors
+from .untrusted import read_json, read_tensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KINDS = {"GatedDeltaNet": "ahn-gdn", "DeltaNet": "ahn-dn", "Mamba2": "ahn-mamba2"}  # by `_ahn_implementation`

@@ -9,7 +9,7 @@ import torch
 from patches.errors import RetrofitError
 
 from .families import base_type
-from .quantised import numbers, quantisation
+from .quantised_bases import numbers, quantisation
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from patches.pretrained import refuse_tensor_parallel
 
 from .families import FAMILIES, find_family
 from .gguf import locate, name_source, unquantised
-from .reading import refuse_nan
+from .untrusted import refuse_nan
 
 SAFELY = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
 MOST_LAYERS = 1000  # several times those of any published model

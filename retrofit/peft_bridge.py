@@ -18,7 +18,7 @@ from patches.errors import RetrofitError
 
 from .adapter import OF_THE_BASE, PEFT_TYPE, PREFIX, patch_as, refuse_other_base
 from .fingerprint import fingerprint
-from .reading import check_shapes
+from .untrusted import check_shapes
 
 
 def _extend_enum(name: str) -> None:
@@ -40,7 +40,7 @@ class RetrofitConfig(PeftConfig):
     """``adapter_config.json`` as PEFT reads and writes it.
 
     Attributes:
-        memory: kind, window, sinks, layers, others and options of the memory.
+        memory: kind, window, sinks, layers, others, by_layer and options of the memory.
         fingerprint: of the base the memory was fitted to; taken from the base where there is none.
     """
 

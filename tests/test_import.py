@@ -29,7 +29,7 @@ def test_any_module_of_ours_can_be_the_first(module: str, tmp_path: Path) -> Non
 
 def test_nothing_heavy_is_imported_before_it_is_used(tmp_path: Path) -> None:
     code = (
-        "import retrofit, retrofit.files, retrofit.siblings, sys\n"
+        "import retrofit, retrofit.files, retrofit.import_guard, sys\n"
         "assert issubclass(retrofit.RetrofitError, ValueError)\n"
         "print(*(name for name in ('torch', 'transformers', 'peft', 'datasets') if name in sys.modules))"
     )

@@ -133,7 +133,7 @@ def join(deepspeed: bool) -> Processes:
     """Meet the other processes of this run, by NCCL with GPUs and by gloo without.
 
     Raises:
-        RetrofitError: the launcher asks for FSDP, which is not supported, or for DeepSpeed when the recipe does not.
+        RetrofitError: the launcher asks for FSDP or for DeepSpeed, which the recipe does.
     """
     cuda = torch.cuda.is_available()
     if not started_together():
@@ -142,9 +142,7 @@ def join(deepspeed: bool) -> Processes:
     from accelerate import PartialState
 
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise RetrofitError(
-            "FSDP is not supported: remove it from accelerate's configuration and pass --deepspeed zero3"
-        )
+        raise RetrofitError("accelerate's configuration asks for FSDP: remove it there and pass --fsdp")
     if not deepspeed and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise RetrofitError("accelerate's configuration asks for DeepSpeed: remove it there and pass --deepspeed FILE")
     ours = not dist.is_initialized()
@@ -170,13 +168,16 @@ def join(deepspeed: bool) -> Processes:
     return Processes(state.process_index, state.num_processes, str(state.device), ours, patient)
 
 
-def trainer_settings(deepspeed: dict[str, Any] | None) -> dict[str, Any]:
+def trainer_settings(deepspeed: dict[str, Any] | None, fsdp: bool = False) -> dict[str, Any]:
     """What ``TrainingArguments`` need to take the processes as :func:`join` has set them up."""
+    shared = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}} if fsdp else {}
     if not started_together():
-        return {}
+        return shared
     if deepspeed is not None:
-        return {"deepspeed": deepspeed, "accelerator_config": {"use_configured_state": True}}
-    return {"use_cpu": not torch.cuda.is_available(), "accelerator_config": {"use_configured_state": True}}
+        shared["deepspeed"] = deepspeed
+    else:
+        shared["use_cpu"] = not torch.cuda.is_available()
+    return shared | {"accelerator_config": {"use_configured_state": True}}
 
 
 def any_of(flag: bool, device: torch.device) -> bool:

@@ -20,7 +20,8 @@ from retrofit.adapter import load_adapter
 from retrofit.evaluation import baselines
 from retrofit.files import at_home
 from retrofit.hub_errors import first_line
-from retrofit.siblings import HERE
+from retrofit.import_guard import HERE
+from retrofit.lm_head import is_shared
 
 OLDEST = "0.19.8"  # before it ZeRO-3 fails on frozen weights under gradient checkpointing (DeepSpeed pull request 8148)
 SHIPPED = ("zero2", "zero3")
@@ -164,11 +165,6 @@ def prepare_for_cpu() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def is_partitioned(model: nn.Module) -> bool:
-    """Whether ZeRO-3 holds the weights of ``model``, each process a part of every one."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
 def partition(model: nn.Module, config: dict[str, Any], device: torch.device) -> None:
     """Spread the weights over the processes, one after the other: the engine would put all of them on ``device`` first.
 
@@ -217,21 +213,18 @@ def window_only(model: Any, window: int | None = None) -> Any:
     ZeRO-3 gathers a weight when the module that holds it runs, so there the modules themselves are shared: all but the
     attention of each layer and what is around it.
     """
-    if not is_partitioned(model):
+    if not is_shared(model):
         return baselines.window_only(model, window)
-    memory = MemoryConfig.from_dict(model.config.memory)
-    bare = MemoryConfig.from_dict(
-        {**memory.to_dict(), "kind": "none", "options": {}, "window": memory.window if window is None else window}
-    )
+    bare = MemoryConfig.from_dict(model.config.memory).window_only(window)
     twin, decoder = _shallow(model), _shallow(model.model)
     config = copy.copy(model.config)
     config.memory = bare.to_dict()
     twin.config = decoder.config = config
     layers = [_shallow(layer) for layer in decoder.layers]
-    for layer in layers:
-        if getattr(layer.self_attn, "memory", None) is not None:
+    for layer, settings in zip(layers, bare.of_layers(config), strict=True):
+        if settings is not None:
             layer.self_attn = _shallow(layer.self_attn)
-            layer.self_attn.memory = build_memory(config, bare, "none")
+            layer.self_attn.memory = build_memory(config, settings)
     decoder.layers = nn.ModuleList(layers)
     twin.model = decoder
     return twin
@@ -239,6 +232,6 @@ def window_only(model: Any, window: int | None = None) -> Any:
 
 def _shallow(module: Any) -> Any:
     """A module that shares weights, hooks and children with ``module``, and whose children can be replaced."""
-    twin = copy.copy(module)
-    twin.__dict__["_modules"] = dict(module._modules)
+    twin = object.__new__(type(module))  # copy.copy would have FSDP's classes initialise it
+    twin.__dict__.update(vars(module), _modules=dict(module._modules))
     return twin

@@ -7,7 +7,7 @@ import retrofit
 from retrofit.bench import cases
 from retrofit.bench.models import RandomModels, decode_step, prompt
 from retrofit.bench.timing import interleaved, ratios, spread
-from retrofit.evaluation.feeding import prefill
+from retrofit.evaluation.answering import prefill
 
 COLUMNS = {
     "name": ("", ""),

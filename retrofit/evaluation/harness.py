@@ -13,7 +13,7 @@ from patches.errors import RetrofitError, nearest
 from retrofit.chat import check_template
 from retrofit.evaluation.scores import hidden_states
 from retrofit.files import write_json
-from retrofit.head import log_probs
+from retrofit.lm_head import log_probs
 from retrofit.table import finite
 
 # RULER's tasks there have a column for each of these lengths, and none for others

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from patches.errors import RetrofitError
+from retrofit.evaluation.answering import CHUNK
 from retrofit.evaluation.contenders import Contender, ready
-from retrofit.evaluation.feeding import CHUNK
 from retrofit.evaluation.scores import cached_readers, scored_pieces
 from retrofit.evaluation.store import ResultStore
 

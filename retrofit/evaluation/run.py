@@ -16,13 +16,13 @@ from patches.errors import RetrofitError
 from retrofit.chat import check_template
 from retrofit.costs.held import state_bytes
 from retrofit.evaluation import needle, questions, ruler
+from retrofit.evaluation.asking import means, run_tasks
 from retrofit.evaluation.benchmarks import departures, load_benchmark
 from retrofit.evaluation.contenders import WINDOW_ONLY, Contender, load_contenders, lossless, ready
 from retrofit.evaluation.harness import run_harness
 from retrofit.evaluation.identity import identity
 from retrofit.evaluation.perplexity import POLICIES, perplexity_by_size, read_sequences, table
 from retrofit.evaluation.recall import recall_means, score_recall
-from retrofit.evaluation.runner import means, run_tasks
 from retrofit.evaluation.samples import Sample, Task
 from retrofit.evaluation.scores import gap_closed
 from retrofit.evaluation.settings import RULER, Settings

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from patches.errors import RetrofitError
-from retrofit.evaluation.feeding import pieces
-from retrofit.head import chunks, gathered, kl, log_probs
+from retrofit.evaluation.answering import pieces
+from retrofit.lm_head import chunks, gathered, kl, log_probs
 
 # logits held at once per model, in elements: 64 MiB of fp32
 CHUNK_ELEMENTS = 2**24
@@ -207,10 +207,10 @@ def scored_pieces(
 def score_hidden(hidden: dict[str, Tensor], head: Any, targets: Tensor) -> dict[str, tuple[Tensor, ...]]:
     """(nll, kl, correct), each (n,), for every entry (n, E) of ``hidden``; ``teacher``, if there, comes first.
 
-    ``head`` is a linear module; its products are those of :mod:`retrofit.head`, in float32 for 16-bit models too.
+    ``head`` is a linear module; its products are those of :mod:`retrofit.lm_head`, in float32 for 16-bit models too.
     """
     parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in hidden}
-    with gathered(head.parameters()):
+    with gathered([head]):
         for rows in chunks(len(targets), len(head.weight), CHUNK_ELEMENTS):
             target = targets[rows, None]  # (C, 1)
             teacher = None

@@ -16,12 +16,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from patches.cache import MemoryCacheLayer
 from patches.compressive import Compressive
 from patches.errors import RetrofitError
-from patches.linear import wide
 from patches.memory import Joined, Kept, Memory
-from patches.on_window import WindowOnly
 from patches.padding import Starts
+from patches.precision import wide
 from patches.rotary import Rotary
 from patches.step import Pass, Step
+from patches.window_only import WindowOnly
 
 STATE = "state."  # in front of a state tensor's name in a page
 Pages = Mapping[str, Tensor]  # by name: (pages, *shape)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import retrofit
 from distill.data.rows import PackedRows
-from distill.local import LocalFit
+from distill.local_fit import LocalFit
 from distill.recipe import Recipe
 from patches.errors import RetrofitError
 from retrofit.evaluation.baselines import window_only

@@ -131,6 +131,7 @@ def test_compiling_does_not_switch_tf32_on(tmp_path: Path, monkeypatch: pytest.M
         ({"torch_compile": True, "segment": 8}, "torch_compile does not go with segment=8"),
         ({"torch_compile": True, "local_steps": 1}, "local_steps=1"),
         ({"torch_compile": True, "window_sampling": "ahn"}, "window_sampling=ahn"),
+        ({"torch_compile": True, "fsdp": True}, "torch_compile does not go with fsdp=True"),
     ],
 )
 def test_what_does_not_go_together(

@@ -279,7 +279,7 @@ def test_early_stopping_stops_at_the_step_after_the_best(
     [
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
-        ({}, {"ACCELERATE_USE_FSDP": "true"}, "FSDP"),
+        ({}, {"ACCELERATE_USE_FSDP": "true"}, "FSDP of accelerate's configuration"),
         ({}, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "context and tensor parallelism"),
     ],
 )
@@ -297,6 +297,24 @@ def test_what_the_trainer_would_ignore_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(RetrofitError, match=f"DistillTrainer does not support {said}: "):
         DistillTrainer(model, args, rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "said"),
+    [
+        ({}, 1, "start two or more"),
+        ({"fsdp_config": {"version": 1}}, 2, "second version only"),
+        ({"segment": 8}, 2, "segment does not work with FSDP"),
+        ({"local_steps": 1}, 2, "local steps do not work with FSDP"),
+    ],
+)
+def test_what_does_not_go_with_fsdp_is_refused(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], processes: int, said: str
+) -> None:
+    args = DistillArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, fsdp=True, **settings)
+    monkeypatch.setattr(DistillArguments, "world_size", processes)
+    with pytest.raises(RetrofitError, match=said):
+        DistillTrainer(model, args)
 
 
 def test_a_failed_save_leaves_no_checkpoint(

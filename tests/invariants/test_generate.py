@@ -1,7 +1,7 @@
 """Invariant 6, what works: every way of generating gives the tokens that the same model gives without a cache.
 
 In 16 bits the likeliest two tokens are often the same number, and which one comes first hangs on how a product was
-rounded. So there `generate` is held to the very same calls made by hand, and what these calls give to test_feeding.
+rounded. So there `generate` is held to the very same calls made by hand, and what these calls give to test_answering.
 """
 
 from typing import Any

@@ -55,7 +55,7 @@ def test_long_prompts_go_block_by_block(monkeypatch):
     q, k, v = (torch.randn(1, heads, 400, 8, dtype=torch.float64) for heads in (4, 2, 2))
     expected = readable(q[0], k[0], v[0], 20, 2, 4, "average", 6)
     for gathered in (1, 5000, 2**22):
-        monkeypatch.setattr("patches.joined.GATHERED", gathered)
+        monkeypatch.setattr("patches.merged_softmax.GATHERED", gathered)
         close(make_memory(20, 2, rows=6).attend(make_step(q, k, v))[0][0], expected)
 
 

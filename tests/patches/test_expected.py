@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import retrofit
-from patches.chosen import EMPTY, choose
 from patches.errors import RetrofitError
 from patches.expected import ExpectedAttention
+from patches.low_bits import Channels, quantise, restore
 from patches.padding import Starts
-from patches.quantised import Channels, quantise, restore
 from patches.rotary import rotate
+from patches.top_rows import EMPTY, choose
 from retrofit.calibration import calibrate
 from tests.conftest import tiny_base
 from tests.helpers import feed, left_mask, logits, tokens

@@ -11,8 +11,8 @@ from torch.nn.functional import elu
 import retrofit
 from patches.errors import RetrofitError
 from patches.infini import InfiniAttention, write_and_read
-from patches.on_window import WindowOnly
 from patches.rotary import rotate
+from patches.window_only import WindowOnly
 from tests.conftest import tiny_base
 from tests.helpers import awake, close, feed, tokens
 from tests.patches import readable

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import retrofit
 from patches.errors import RetrofitError
-from patches.population import Pairs
 from patches.tensor_cache import RULES, TensorCache
+from patches.ungated_memory import Pairs
 from tests.conftest import tiny_base
 from tests.helpers import awake, close, feed, logits, tokens
 from tests.patches import readable

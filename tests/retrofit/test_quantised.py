@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import retrofit
 from cli import app
-from retrofit.quantised import IN_PLACE
+from retrofit.quantised_bases import IN_PLACE
 from tests.conftest import tiny_base
 from tests.helpers import awaken, close, logits, tokens
 

@@ -13,9 +13,9 @@ import retrofit
 from distill.arguments import DistillArguments
 from distill.data.split import PackedRows
 from distill.parallel.processes import join, trainer_settings
-from distill.parallel.zero import find_config, is_partitioned
+from distill.parallel.zero import find_config
 from distill.trainer import DistillTrainer
-from retrofit.head import gathered
+from retrofit.lm_head import gathered, is_shared
 from tests.conftest import tiny_base
 
 STEPS, STOP, GLOBAL_BATCH = 4, 2, 4  # where ZeRO-3 does not forbid it, the first stage ends where the run is resumed
@@ -36,7 +36,7 @@ def rows() -> Uneven:
 
 def local_steps(mode: str) -> int:
     """How many of the steps fit each layer by itself."""
-    return 0 if mode == "zero3" else STOP
+    return 0 if mode in ("zero3", "fsdp") else STOP
 
 
 def trainer_of(folder: Path, batch: int, dtype: torch.dtype = torch.float32, **more: Any) -> DistillTrainer:
@@ -71,9 +71,8 @@ def curve(trainer: DistillTrainer, key: str) -> list[float]:
 
 def weights(trainer: DistillTrainer) -> dict[str, Tensor]:
     """The memory's, whole."""
-    parameters = dict(trainer.model.memory_parameters())
-    with gathered(parameters.values()):
-        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with gathered(trainer.model.model.memories().values()):
+        return {name: parameter.detach().clone() for name, parameter in trainer.model.memory_parameters()}
 
 
 def main(folder: Path, mode: str, dtype: str) -> None:
@@ -81,7 +80,7 @@ def main(folder: Path, mode: str, dtype: str) -> None:
     processes = join(deepspeed=config is not None)
     batch = GLOBAL_BATCH // processes.count
     drawn = []
-    settings: dict[str, Any] = {"local_steps": local_steps(mode), **trainer_settings(config)}
+    settings: dict[str, Any] = {"local_steps": local_steps(mode), **trainer_settings(config, mode == "fsdp")}
     settings |= {"segment": 16} if mode == "segments" else {}
     straight = trainer_of(folder / "straight", batch, getattr(torch, dtype), **settings)
     set_window = straight.model.set_window
@@ -92,7 +91,8 @@ def main(folder: Path, mode: str, dtype: str) -> None:
         "wrapper": type(wrapper).__name__,
         "stage": 0 if config is None else wrapper.zero_optimization_stage(),
         "world": torch.distributed.get_world_size(),
-        "partitioned": is_partitioned(straight.model),
+        "partitioned": is_shared(straight.model),
+        "shared_memories": sum(hasattr(memory, "unshard") for memory in straight.model.model.memories().values()),
         "losses": curve(straight, "loss"),
         "local_losses": curve(straight, "local_loss"),
         "layer_errors": curve(straight, "eval_layer_error_1"),

@@ -1,4 +1,4 @@
-"""Two gloo processes on the CPU: what one process does, under DDP, ZeRO-2 and ZeRO-3; resumed, stopped, failing."""
+"""Two gloo processes on the CPU: what one does, under DDP, ZeRO-2, ZeRO-3 and FSDP2; resumed, stopped, failing."""
 
 import json
 from importlib.util import find_spec
@@ -19,7 +19,9 @@ from tests.helpers import ROOT
 
 HERE = Path(__file__).parent
 DDP = ("DistributedDataParallel", 0)
-MODES = {"ddp": DDP, "segments": DDP, "zero2": ("DeepSpeedEngine", 2), "zero3": ("DeepSpeedEngine", 3)}
+FSDP = ("FSDPRetrofitQwen2ForCausalLM", 0)
+MODES = {"ddp": DDP, "segments": DDP, "fsdp": FSDP, "zero2": ("DeepSpeedEngine", 2), "zero3": ("DeepSpeedEngine", 3)}
+SHARED = ("zero3", "fsdp")
 NEEDS = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 TWO = Machines(nproc=2)
 pytestmark = pytest.mark.xdist_group("processes")  # what one fixture finds serves many tests
@@ -52,7 +54,8 @@ def one(here: Path, two: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(
-    scope="module", params=["ddp", "segments", pytest.param("zero2", marks=NEEDS), pytest.param("zero3", marks=NEEDS)]
+    scope="module",
+    params=[pytest.param(mode, marks=NEEDS if "zero" in mode else ()) for mode in MODES],
 )
 def two(request: pytest.FixtureRequest, here: Path) -> dict[str, Any]:
     """What two processes found in each mode."""
@@ -66,7 +69,8 @@ def two(request: pytest.FixtureRequest, here: Path) -> dict[str, Any]:
 def test_it_really_ran_in_two_processes_in_that_mode(two: dict[str, Any]) -> None:
     assert (two["wrapper"], two["stage"]) == MODES[two["mode"]]
     assert two["world"] == 2
-    assert two["partitioned"] == (two["mode"] == "zero3")
+    assert two["partitioned"] == (two["mode"] in SHARED)
+    assert two["shared_memories"] == (2 if two["mode"] == "fsdp" else 0)
     assert two["dtypes"] == ["torch.float32"]
 
 
@@ -85,7 +89,7 @@ def test_held_out_rows_count_once(one: dict[str, Any], two: dict[str, Any]) -> N
     assert two["eval"] == pytest.approx(one["eval"], abs=1e-6)
     assert two["window_only"] == pytest.approx(one["window_only"], abs=1e-6)
     assert two["layer_errors"] == pytest.approx(one["layer_errors"], abs=1e-6)
-    assert bool(two["layer_errors"]) == (two["mode"] != "zero3")
+    assert bool(two["layer_errors"]) == (two["mode"] not in SHARED)
 
 
 def test_windows_are_equal_on_all_processes(two: dict[str, Any]) -> None:
@@ -120,7 +124,7 @@ def test_a_damaged_checkpoint_of_two_processes_is_seen(two: dict[str, Any], tmp_
     deepspeed = two["mode"].startswith("zero")
     assert damage(last) == ""
     needed = [*last.glob("rng_state_*.pth"), *(last.rglob("*_optim_states.pt") if deepspeed else [])]
-    needed += [last / ("latest" if deepspeed else "optimizer.pt")]
+    needed += [last / {"zero": "latest", "fsdp": "optimizer.bin"}.get(two["mode"][:4], "optimizer.pt")]
     assert len(needed) == (5 if deepspeed else 3)
     for file in needed:
         content = file.read_bytes()
@@ -147,12 +151,12 @@ def recipe(here: Path, tokenizer: Any) -> Path:
     return file
 
 
-@NEEDS
+@pytest.mark.parametrize("mode", [pytest.param(["--deepspeed", "zero3"], marks=NEEDS), ["--fsdp"]], ids="".join)
 def test_a_signal_stops_all_processes_at_one_step_and_the_run_goes_on(
-    recipe: Path, here: Path, capfd: pytest.CaptureFixture[str]
+    recipe: Path, here: Path, capfd: pytest.CaptureFixture[str], mode: list[str]
 ) -> None:
-    run = here / "stopped"
-    flags = ["--nproc", "2", "--deepspeed", "zero3"]
+    run = here / f"stopped{mode[0]}"
+    flags = ["--nproc", "2", *mode]
     # to the second process only, in its third step
     with pytest.raises(SystemExit) as stopped:
         launch([str(HERE / "ill_fated.py"), "signal", "distill", str(recipe), *flags, "-o", str(run)], TWO)

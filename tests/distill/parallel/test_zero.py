@@ -97,7 +97,7 @@ def test_deepspeed_that_is_missing_or_too_old_is_one_sentence(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("variable", "said"), [("ACCELERATE_USE_FSDP", "FSDP is not supported"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")]
+    ("variable", "said"), [("ACCELERATE_USE_FSDP", "asks for FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")]
 )
 def test_what_a_launcher_asks_for_and_the_recipe_does_not(
     monkeypatch: pytest.MonkeyPatch, variable: str, said: str

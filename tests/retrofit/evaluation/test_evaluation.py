@@ -16,8 +16,8 @@ import retrofit
 from cli import app
 from patches.errors import RetrofitError
 from retrofit.evaluation import run as evaluation
+from retrofit.evaluation.answering import answer
 from retrofit.evaluation.contenders import EQUAL, Contender, contenders, load_contenders, lossless, ready
-from retrofit.evaluation.feeding import answer
 from retrofit.evaluation.identity import identity
 from retrofit.evaluation.recall import _recalled
 from retrofit.evaluation.run import run_evaluation
@@ -145,7 +145,7 @@ def test_an_interrupted_evaluation_goes_on(settings: Settings, tmp_path: Path, m
     (part / "results.jsonl").write_text("\n".join(lines[:9]) + "\n" + lines[9][:15])  # killed while it wrote
     answered = []
     original = evaluation.run_tasks
-    monkeypatch.setattr("retrofit.evaluation.runner.answer", lambda model, *a, **k: answered.append(model) or "nothing")
+    monkeypatch.setattr("retrofit.evaluation.asking.answer", lambda model, *a, **k: answered.append(model) or "nothing")
     monkeypatch.setattr(evaluation, "run_tasks", original)
     run_evaluation(settings, part)
     again = (part / "results.jsonl").read_text().splitlines()

@@ -13,11 +13,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from patches.errors import RetrofitError
+from retrofit.evaluation.asking import read_prompt
 from retrofit.evaluation.benchmarks import load_benchmark
 from retrofit.evaluation.haystack import NOISE, fill, invented, sentences_of
 from retrofit.evaluation.needle import ANSWER_TOKENS, NAMES, all_found, needle_tasks
 from retrofit.evaluation.recall import plain_tokens, sequence
-from retrofit.evaluation.runner import read_prompt
 from retrofit.evaluation.samples import Sample
 
 # how many needles are hidden, and how many answers are asked for

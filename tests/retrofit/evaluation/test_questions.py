@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from retrofit.evaluation import questions, ruler
+from retrofit.evaluation.answering import choose
+from retrofit.evaluation.asking import means, run_tasks
 from retrofit.evaluation.contenders import EQUAL, contenders
-from retrofit.evaluation.feeding import choose
 from retrofit.evaluation.metrics import string_match_part
 from retrofit.evaluation.questions import last_number, question_tasks
 from retrofit.evaluation.ruler import ruler_tasks
-from retrofit.evaluation.runner import means, run_tasks
 from retrofit.evaluation.samples import Sample, Task
 from retrofit.evaluation.settings import Settings
 from retrofit.evaluation.store import ResultStore

@@ -13,7 +13,7 @@ from torch import Tensor
 from patches.errors import RetrofitError
 
 from .hub_errors import first_line
-from .quantised import numbers
+from .quantised_bases import numbers
 
 
 def read_json(file: Path) -> Any:

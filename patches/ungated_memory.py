@@ -8,9 +8,9 @@ from torch.nn.functional import pad
 from .cache import MemoryCacheLayer
 from .errors import one_of
 from .memory import Joined
-from .on_window import WindowOnly
 from .options import Options
 from .step import Evicted, Step
+from .window_only import WindowOnly
 
 
 @dataclass

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .kernels import decode_attention
-from .linear import cast
 from .lse import attention_lse
+from .precision import cast
 
 GATHERED = 2**22  # keys gathered at a time on a CPU, in elements: bounds the extra memory of overlapping blocks
 GPU_GATHERED = 2**28  # and on a GPU, where launches count; not measured

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .cache import MemoryCacheLayer, Stream, plain_stream
 from .kernels import decode_attention, window_attention
-from .linear import cast, wide
 from .memory import Joined, Kept, Memory
 from .step import Evicted, Step
 
@@ -87,58 +86,3 @@ class WindowOnly(Memory):
             gates: their write gates ``(B, count, G)``.
         """
         return local, None
-
-
-class MatrixMemory(WindowOnly):
-    """One matrix per head, written with evicted tokens, read by a product, added before the output projection."""
-
-    trainable = True
-
-    def read(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Write ``m`` tokens one after the other and read the memory after each.
-
-        Args:
-            x: attention inputs of the reading tokens ``(B, m, E)``.
-            q: their queries ``(B, H, m, D)``.
-            k, v: written keys and values ``(B, H_kv, m, D)``.
-            gates: write gates of the written tokens ``(B, m, G)``; rows with no token to write have been silenced.
-            state: the state before, or None.
-
-        Returns:
-            What is added to the window's output ``(B, m, H, D)``, exactly zero where nothing was ever written, and the
-            new state.
-        """
-        raise NotImplementedError
-
-    def silence(self, gates: Tensor, valid: Tensor) -> Tensor:
-        """Gates ``(B, m, G)`` that leave the state as it is where ``valid`` (B, m) is False (padding and sinks).
-
-        Here all gates become 0: no writing strength, and a log decay that forgets nothing.
-        """
-        return gates * valid.unsqueeze(-1)
-
-    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
-        return {"matrix": Kept((self.heads, self.head_dim, self.head_dim), wide(dtype))}
-
-    def state_flops(self, evicted: int) -> int:
-        return 2 * self.state_elements() * 2 * evicted  # one product to write, one to read
-
-    def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
-        assert gates is not None
-        if gone.written is not None:
-            gates = self.silence(gates, gone.written)
-        layer = step.layer
-        state = layer.state.get("matrix") if layer is not None else None
-        x, q = step.reading(gone.first)
-        read, state = self.read(x, q, k, v, gates, state)
-        if layer is not None:
-            layer.state["matrix"] = state
-        return behind(local, gone.first, read), None
-
-
-def behind(local: Tensor, first: int, added: Tensor) -> Tensor:
-    """``local`` (B, n, H, D) with ``added`` (B, n - first, H, D) on what comes from ``first`` on."""
-    added = cast(added, local.dtype)
-    return local + added if first == 0 else torch.cat([local[:, :first], local[:, first:] + added], 1)

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from retrofit import head as module
+from retrofit import lm_head as module
 from retrofit.evaluation.scores import score_hidden
-from retrofit.head import kl, log_probs, through_head
+from retrofit.lm_head import kl, log_probs, through_head
 from tests.distill.test_loss import of_real_scale
 
 

@@ -78,19 +78,32 @@ def kl(log_p: Tensor, p: Tensor, log_q: Tensor, out: Tensor | None = None) -> Te
 
 
 @contextmanager
-def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside the block parameters that DeepSpeed's ZeRO-3 has spread over processes are whole in every one of them.
+def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside the block weights that ZeRO-3 or FSDP2 has spread over processes are whole in every one of them.
 
-    Every process must come here.
+    FSDP2 puts others in their place: take them from their module, inside the block. Every process must come here.
     """
-    parts: list[Any] = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
-    if not parts:
-        yield
-        return
-    from deepspeed import zero
+    modules = list(modules)
+    parts: list[Any] = [p for module in modules for p in module.parameters() if hasattr(p, "ds_id")]
+    units: list[Any] = [module for module in modules if hasattr(module, "unshard") and is_shared(module)]
+    for unit in units:
+        unit.unshard()
+    try:
+        if parts:
+            from deepspeed import zero
 
-    with zero.GatheredParameters(parts):
-        yield
+            with zero.GatheredParameters(parts):
+                yield
+        else:
+            yield
+    finally:
+        for unit in units:
+            unit.reshard()
+
+
+def is_shared(module: nn.Module) -> bool:
+    """Whether processes hold a part each of some weight of ``module``."""
+    return any(hasattr(parameter, "ds_id") or hasattr(parameter, "to_local") for parameter in module.parameters())
 
 
 def _tiles(weight: Tensor) -> Iterator[slice]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from retrofit.evaluation.settings import KEYS
-from retrofit.head import log_probs
+from retrofit.lm_head import log_probs
 
 CHUNK: int = KEYS["chunk"].default
 

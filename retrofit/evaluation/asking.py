@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
+from retrofit.evaluation.answering import CHUNK, answer, choose
 from retrofit.evaluation.contenders import TEACHER, Contender, lossless, ready
-from retrofit.evaluation.feeding import CHUNK, answer, choose
 from retrofit.evaluation.samples import Sample, Task
 from retrofit.evaluation.store import ResultStore
 

@@ -73,6 +73,7 @@ class ExpectedAttention(WindowOnly):
     writes_back = compiles = False
     joins_window = True
     calibrates = True
+    size = "rows"
     Options = ExpectedOptions
     key_mean: Tensor  # of kept keys and values in few bits: of each channel (H_kv, D)
     key_spread: Tensor

@@ -121,6 +121,7 @@ def plan(recipe: Recipe) -> Plan:
         dtype,
         recipe.gradient_checkpointing,
         Objective.of(recipe),
+        recipe.activation_offload,
     )
     shape = Shape.of(config)
     plain, recomputed, local = (int(flops * rows) for flops in (plain, recomputed, local))

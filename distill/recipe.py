@@ -166,6 +166,12 @@ class Recipe:
     gradient_checkpointing: bool = setting(
         False, "Compute activations again in the backward pass instead of keeping them."
     )
+    activation_offload: bool = setting(
+        False, "Keep activations in main memory until the backward pass needs them.", argument="activation_offload"
+    )
+    torch_compile: bool = setting(
+        False, "Compile the student's forward and backward pass with torch.compile.", argument="torch_compile"
+    )
     segment: int | None = setting(
         None,
         "Tokens of a row that are computed at a time, so that activations do not grow with seq_len; the gradient stays "

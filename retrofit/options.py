@@ -94,7 +94,9 @@ def flags(of: Any, leave: Container[str] = ()) -> Callable[[Callable[..., Any]],
             given = {name: value for name, value in values.items() if name not in keys}
             for name, key in keys.items():
                 if (value := values[name]) not in (None, [], ()):
-                    given[name] = key.parse(value) if key.kind in (list, dict) else value
+                    # a text that may be left out is left out by none, whatever the recipe says
+                    reads = key.kind in (list, dict) or (key.kind is str and key.optional)
+                    given[name] = key.parse(value) if reads else value
             return verb(**given)
 
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

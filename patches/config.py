@@ -55,7 +55,7 @@ class MemoryConfig:
         if not isinstance(self.by_layer, dict):
             raise RetrofitError(f"by_layer={self.by_layer!r}: {BY_LAYER}")
         self.by_layer = {str(key): value for key, value in self.by_layer.items()}
-        for other in self._named_layers().values():
+        for other in self.named_layers().values():
             check_window(other.get("window", self.window), self.sinks)
 
     @classmethod
@@ -115,7 +115,7 @@ class MemoryConfig:
         own, patched = keep_their_window(config), set(self.patched_layers(config))
         layers = range(config.num_hidden_layers)
         bounded = patched if self.others == "full" else set(layers) - own
-        named = self._named_layers()
+        named = self.named_layers()
         for index, other in named.items():
             if index not in layers:
                 raise RetrofitError(f"by_layer: {index} is not a layer of this base (0 to {len(layers) - 1})")
@@ -141,7 +141,7 @@ class MemoryConfig:
         windows = {key: {"window": other["window"]} for key, other in self.by_layer.items() if "window" in other}
         return replace(bare, by_layer=windows)
 
-    def _named_layers(self) -> dict[int, dict[str, Any]]:
+    def named_layers(self) -> dict[int, dict[str, Any]]:
         """``by_layer`` by the number of each layer that it names.
 
         Raises:

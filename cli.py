@@ -27,6 +27,7 @@ ROOMS = {
     "report": "retrofit.report.command",
     "bench": "distill.bench.command",
     "estimate": "retrofit.costs.command",
+    "allocate": "retrofit.allocation.command",
     "recipes": "distill.command",
     "push": "retrofit.command",
     "doctor": "retrofit.command",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from distill.recipe import Recipe
@@ -21,6 +22,7 @@ OURS = (
     "temperature",
     "local_steps",
     "local_lr",
+    "activation_offload",
     "segment",
     "segments_back",
     "offload_teacher",
@@ -61,6 +63,7 @@ class DistillArguments(TrainingArguments):
     window_sampling: str = as_in_recipes("window_sampling")
     label_shift: str = as_in_recipes("label_shift")
     temperature: float = as_in_recipes("temperature")
+    activation_offload: bool = as_in_recipes("activation_offload")
     segment: int | None = as_in_recipes("segment")
     segments_back: int | None = as_in_recipes("segments_back")
     offload_teacher: bool = as_in_recipes("offload_teacher")
@@ -80,4 +83,7 @@ class DistillArguments(TrainingArguments):
             self.metric_for_best_model = self.metric_for_best_model or "kl"
         if self.metric_for_best_model and self.greater_is_better is None:
             self.greater_is_better = self.metric_for_best_model.endswith("gap_closed")
+        precision = torch.get_float32_matmul_precision()
         super().__post_init__()
+        if self.torch_compile and self.tf32 is None:  # transformers has just switched it on
+            torch.set_float32_matmul_precision(precision)

@@ -121,6 +121,7 @@ def plan(recipe: Recipe) -> Plan:
         dtype,
         recipe.gradient_checkpointing,
         Objective.of(recipe),
+        recipe.activation_offload,
     )
     shape = Shape.of(config)
     plain, recomputed, local = (int(flops * rows) for flops in (plain, recomputed, local))
@@ -178,11 +179,13 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
         f"; {plan.local_flops / 1e12:,.3g} in each of {recipe.local_steps} local steps" if recipe.local_steps else ""
     )
     passes = "" if recipe.epochs is None else f"; epochs: {recipe.epochs} of the data will decide the number of steps"
+    divided = recipe.deepspeed or ("fsdp" if recipe.fsdp else "each holds the whole model (DDP)")
     return [
         f"base: {recipe.base}, {plan.base_parameters:,} parameters, frozen ({plan.origin})",
         f"trained: {plan.trained:,} parameters ({plan.trained / plan.base_parameters:.2%} of the base)",
         f"sinks and window: {drawn}; scored positions per row: {plan.scored:,.0f} at most",
         f"TFLOP per step and GPU: {flops} (checkpointing is {chosen}){local}",
+        f"several GPUs: {divided} (--deepspeed none, zero2, zero3)",
         f"hours: {took:,.2f} for {recipe.steps} steps on any number of GPUs, at "
         f"{utilisation:.0%} of {peak_tflops:,.0f} TFLOP/s (989 is H100 and H200, dense bfloat16), full rows{passes}",
         "GiB: weights and optimizer by formula, activations from the step run on tensors without data, within 15 % of "
@@ -213,7 +216,9 @@ def dry_run(recipe: Recipe, *, peak_tflops: float, utilisation: float, json_file
 
 
 def _settings(recipe: Recipe, window: int, sinks: int) -> MemoryConfig:
-    return new_memory(recipe.memory, window, sinks, recipe.layers, recipe.others, recipe.options)
+    return new_memory(
+        recipe.memory, window, sinks, recipe.layers, recipe.others, recipe.options, by_layer=recipe.by_layer
+    )
 
 
 def _windows(recipe: Recipe) -> list[tuple[int, int]]:

@@ -66,6 +66,7 @@ def _patched(recipe: Recipe, fresh: bool) -> Any:
             sinks=recipe.sinks,
             layers=recipe.layers,
             others=recipe.others,
+            by_layer=recipe.by_layer,
             model_kwargs=loading,
             **recipe.options,
         )
@@ -87,6 +88,7 @@ def _check_same_memory(recipe: Recipe, saved: MemoryConfig, folder: Path) -> Non
         "memory": (recipe.memory, saved.kind),
         "layers": (recipe.layers, saved.layers),
         "others": (recipe.others, saved.others),
+        "by_layer": (recipe.by_layer, saved.by_layer),
     }
     if recipe.memory == saved.kind:
         pairs["options"] = (kind.read_options(recipe.options), kind.saved_options(saved.options))

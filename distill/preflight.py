@@ -10,6 +10,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from distill.lora import check_settings
 from distill.parallel.zero import read_config
 from distill.recipe import Recipe
+from distill.unsupported import refuse_together
 from patches.errors import RetrofitError, nearest
 from patches.kinds import KINDS, find_kind
 from retrofit.evaluation.definitions import HUB_ID
@@ -20,8 +21,8 @@ def check_recipe(recipe: Recipe) -> None:
     """Check everything about a recipe that can be known without its base.
 
     Raises:
-        RetrofitError: a memory, one of its options, a reporter, a field of LoRA or a DeepSpeed file does not exist, or
-            the memory has nothing to fit.
+        RetrofitError: a memory, one of its options, a reporter, a field of LoRA or a DeepSpeed file does not exist,
+            the memory has nothing to fit, or settings do not go together.
     """
     find_trainable(recipe.memory).read_options(recipe.options)
     _check_reporters(recipe.report_to)
@@ -31,6 +32,7 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.push_to is not None and not HUB_ID.fullmatch(recipe.push_to):
         raise RetrofitError(f"push_to: {recipe.push_to!r} names no repository of the Hub: write user/name")
     read_config(recipe.deepspeed)
+    refuse_together(recipe)
 
 
 def _check_schedule(recipe: Recipe) -> None:

@@ -46,6 +46,9 @@ class Recipe:
     layers: list[int] | None = setting(None, "Numbers of the layers that get the memory; all layers by default.")
     others: str = setting("full", "Attention of the layers without a memory.", choices=("full", "window"))
     options: dict[str, Any] = setting(dict, "Options of the memory.")
+    by_layer: dict[str, Any] = setting(
+        dict, "What single layers have otherwise, as `retrofit allocate` finds it: {0: {window: 64}, 4-7: {rows: 9}}."
+    )
     lora: dict[str, Any] = setting(dict, "Fields of peft.LoraConfig: train LoRA beside the memory.")
 
     # the data (docs/data.md)
@@ -162,6 +165,12 @@ class Recipe:
     )
     gradient_checkpointing: bool = setting(
         False, "Compute activations again in the backward pass instead of keeping them."
+    )
+    activation_offload: bool = setting(
+        False, "Keep activations in main memory until the backward pass needs them.", argument="activation_offload"
+    )
+    torch_compile: bool = setting(
+        False, "Compile the student's forward and backward pass with torch.compile.", argument="torch_compile"
     )
     segment: int | None = setting(
         None,

@@ -7,6 +7,7 @@ CUDA's fused attention and flash-linear-attention's kernels hold less or the sam
 """
 
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distill.objective import Objective
+from distill.offload import Waiting, offloaded
 from patches.config import MemoryConfig
 from retrofit.patching import skeleton
 
@@ -75,6 +77,7 @@ def step_bytes(
     dtype: torch.dtype,
     checkpointing: bool,
     objective: Objective | None = None,
+    offload: bool = False,
 ) -> int:
     """Bytes of activations at the peak of one micro-batch: weights, optimizer and kept gradients not counted.
 
@@ -85,8 +88,9 @@ def step_bytes(
         dtype: of the base.
         checkpointing: whether each layer of the student is recomputed in the backward pass.
         objective: the loss; the KL over whole rows by default.
+        offload: whether activations wait in main memory, which is not counted.
     """
-    peaks = partial(_peaks, config, settings, rows, dtype, checkpointing, objective or Objective())
+    peaks = partial(_peaks, config, settings, rows, dtype, checkpointing, objective or Objective(), offload)
     segment = None if objective is None else objective.segment
 
     def of_all_layers(tokens: int) -> list[int]:
@@ -100,8 +104,8 @@ def step_bytes(
         if tokens > few + segment:
             pairs = zip(of_all_layers(few), of_all_layers(few + segment), strict=True)
             return max(a + (b - a) * (tokens - few) // segment for a, b in pairs)
-    elif checkpointing:  # a layer's input is all that is kept of it
-        states = rows * tokens * config.hidden_size * dtype.itemsize
+    elif checkpointing:  # a layer's input is all that is kept of it, and that may wait elsewhere
+        states = 0 if offload else rows * tokens * config.hidden_size * dtype.itemsize
         return max(peaks(tokens, 2)) + (config.num_hidden_layers - 2) * states
     return max(of_all_layers(tokens))
 
@@ -120,6 +124,7 @@ def _peaks(
     dtype: torch.dtype,
     checkpointing: bool,
     objective: Objective,
+    offload: bool,
     tokens: int,
     layers: int,
 ) -> list[int]:
@@ -136,10 +141,16 @@ def _peaks(
         start = settings.window + settings.sinks
         scored = (torch.arange(tokens) >= start).expand(rows, -1)
         with Tracker() as tracker, Chosen(start):
-            loss = objective.losses(model, model, {"input_ids": ids, "labels": ids}, scored).sum()
+            with offloaded(model, _gone) if offload else nullcontext():
+                loss = objective.losses(model, model, {"input_ids": ids, "labels": ids}, scored).sum()
             forward, tracker.peak = tracker.peak, tracker.live
             loss.backward()
         return [forward, tracker.peak]
+
+
+def _gone(tensor: torch.Tensor) -> Waiting:
+    """What is elsewhere takes no bytes here until it comes back."""
+    return partial(torch.empty, tensor.shape, dtype=tensor.dtype)
 
 
 def _materialise(model: Any, dtype: torch.dtype) -> Any:

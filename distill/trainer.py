@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from distill.local_fit import LocalFit
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective, tokens_of
+from distill.offload import offloaded
 from distill.parallel import fsdp, pulse
 from distill.parallel.zero import keep_base_out, partition, window_only
 from distill.schedules import in_stages
@@ -199,10 +200,11 @@ class DistillTrainer(Trainer):
         """The stage's loss, averaged over the scored positions of the whole accumulated, distributed batch."""
         inputs = longer_than(inputs, sum(self._step_window))
         scored = self.objective.scored(inputs["labels"], sum(self._step_window))
-        if self.state.global_step < self.args.local_steps:
-            total = self._local.total(model, tokens_of(inputs), scored)
-        else:
-            total = self.objective.losses(model, self.accelerator.unwrap_model(model), inputs, scored).sum()
+        with offloaded(model) if self.args.activation_offload else nullcontext():
+            if self.state.global_step < self.args.local_steps:
+                total = self._local.total(model, tokens_of(inputs), scored)
+            else:
+                total = self.objective.losses(model, self.accelerator.unwrap_model(model), inputs, scored).sum()
         count = scored.sum()
         if num_items_in_batch is not None:
             # data parallelism averages gradients over ranks: undo it, the count is already that of all ranks

@@ -6,6 +6,32 @@ from typing import Any
 from distill.arguments import DistillArguments
 from distill.lora import lora_layers
 from patches.errors import RetrofitError
+from patches.kinds import find_kind
+
+# settings that do not go together, and what the second does that the first cannot have
+APART = (
+    ("activation_offload", "segment", "which keeps no activations"),
+    ("torch_compile", "segment", "of which each has a graph of its own"),
+    ("torch_compile", "local_steps", "which go back through each layer while the next one waits"),
+    ("torch_compile", "window_sampling", "which would compile a step for every window that is drawn"),
+    ("torch_compile", "deepspeed", "whose engine runs the model in its own way"),
+    ("torch_compile", "fsdp", "which gathers weights while a step runs"),
+)
+
+
+def refuse_together(settings: Any) -> None:
+    """Refuse settings that do not go together.
+
+    Args:
+        settings: a recipe or the trainer's arguments.
+
+    Raises:
+        RetrofitError: two such are set.
+    """
+    for name, other, why in APART:
+        value = getattr(settings, other)
+        if getattr(settings, name) and value and value != "fixed":
+            raise RetrofitError(f"{name} does not go with {other}={value}, {why}: leave one of them out")
 
 
 def refuse_unsupported(model: Any, args: DistillArguments) -> None:
@@ -14,6 +40,12 @@ def refuse_unsupported(model: Any, args: DistillArguments) -> None:
     Raises:
         RetrofitError: one of these is asked for, by the arguments, the model or accelerate's configuration.
     """
+    refuse_together(args)
+    kind = model.config.memory["kind"]
+    if args.torch_compile and not find_kind(kind).compiles:
+        raise RetrofitError(
+            f"torch_compile does not work with memory {kind!r}, whose steps are decided on the host: leave it out"
+        )
 
     def launcher(name: str) -> bool:
         return os.environ.get(name, "false").lower() in ("1", "true", "yes")
@@ -52,6 +84,8 @@ def refuse_unsupported(model: Any, args: DistillArguments) -> None:
             f"segment does not work with {name}, whose processes gather weights in step though their rows may have "
             "different numbers of segments: use zero2, or leave segment out"
         )
+    if args.activation_offload:
+        raise RetrofitError(f"activation_offload does not work with {name}, which moves the weights as well: use zero2")
     if args.local_steps:
         raise RetrofitError(f"local steps do not work with {name}, which has no layer's weights whole: use zero2")
 

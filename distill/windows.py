@@ -15,8 +15,10 @@ def check_draws(model: Any) -> None:
     """Refuse a memory that cannot work with every window :func:`draw_window` may give on more than 32 tokens.
 
     Raises:
-        RetrofitError: the memory refuses such a window; its own message is included.
+        RetrofitError: the memory refuses such a window (its own message is included), or layers have their own.
     """
+    if any("window" in other for other in model.config.memory.get("by_layer", {}).values()):
+        raise RetrofitError("window_sampling='ahn' draws one window for all layers: leave the windows out of by_layer")
     for budget, sinks in product(AHN_BUDGETS, AHN_SINKS):
         if sinks > budget / 2:
             continue

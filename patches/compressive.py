@@ -55,6 +55,7 @@ class Compressive(WindowOnly):
 
     kind = "compressive"
     trainable = False
+    size = "rows"
     writes_back = compiles = False
     joins_window = True
     Options = CompressiveOptions

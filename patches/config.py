@@ -1,12 +1,14 @@
 """The memory's configuration: what is saved as ``config.memory``, checked in one place."""
 
-from dataclasses import asdict, dataclass, field, fields
+import re
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from .errors import RetrofitError, nearest, one_of
 
 # rotary tables that change with the length of the input: a key cached under one table would be read under another
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
+BY_LAYER = 'write it as {"0": {"window": 64}, "4-7": {"window": 256}}: which layers, and what they have otherwise'
 
 
 @dataclass
@@ -26,6 +28,8 @@ class MemoryConfig:
         rotary_dtype: dtype that the base's rotary frequencies were rounded to, if it was cast as a whole with
             ``.to(dtype)`` (which ``from_pretrained`` never does); an export then rounds them likewise and gives the
             same logits.
+        by_layer: what single layers have otherwise, by their number (``"3"``) or numbers (``"4-7"``): another
+            ``window``, and other options of the memory.
     """
 
     kind: str
@@ -37,6 +41,7 @@ class MemoryConfig:
     base: str | None = None
     base_revision: str | None = None
     rotary_dtype: str | None = None
+    by_layer: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_window(self.window, self.sinks)
@@ -47,6 +52,11 @@ class MemoryConfig:
             raise RetrofitError("the memory's configuration needs a name as its kind and a mapping as its options")
         if self.rotary_dtype is not None:
             one_of("rotary_dtype", self.rotary_dtype, "float16", "bfloat16")
+        if not isinstance(self.by_layer, dict):
+            raise RetrofitError(f"by_layer={self.by_layer!r}: {BY_LAYER}")
+        self.by_layer = {str(key): value for key, value in self.by_layer.items()}
+        for other in self.named_layers().values():
+            check_window(other.get("window", self.window), self.sinks)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "MemoryConfig":
@@ -67,8 +77,8 @@ class MemoryConfig:
         return cls(**data)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dictionary that JSON can hold."""
-        return asdict(self)
+        """A plain dictionary that JSON can hold; where all layers are alike, it does not speak of single ones."""
+        return {key: value for key, value in asdict(self).items() if key != "by_layer" or value}
 
     def patched_layers(self, config: Any) -> list[int]:
         """Indices of the layers that carry the memory of this configuration.
@@ -94,12 +104,60 @@ class MemoryConfig:
                 )
         return self.layers
 
-    def layer_kinds(self, config: Any) -> list[str | None]:
-        """The kind of memory of each layer; None for one that stays as it is. Arguments and errors as above."""
-        patched, own = self.patched_layers(config), keep_their_window(config)
-        other = "none" if self.others == "window" else None
-        kinds = [self.kind if index in patched else other for index in range(config.num_hidden_layers)]
-        return [None if index in own else kind for index, kind in enumerate(kinds)]
+    def of_layers(self, config: Any) -> list["MemoryConfig | None"]:
+        """What each layer has: a configuration that is alike for all layers; None for one that stays as it is.
+
+        Arguments and errors as above, and:
+
+        Raises:
+            RetrofitError: ``by_layer`` names a layer that stays as it is, or options of one without the memory.
+        """
+        own, patched = keep_their_window(config), set(self.patched_layers(config))
+        layers = range(config.num_hidden_layers)
+        bounded = patched if self.others == "full" else set(layers) - own
+        named = self.named_layers()
+        for index, other in named.items():
+            if index not in layers:
+                raise RetrofitError(f"by_layer: {index} is not a layer of this base (0 to {len(layers) - 1})")
+            if index not in bounded:
+                raise RetrofitError(f"by_layer: layer {index} keeps the base's own attention: leave it out")
+            if index not in patched and other.keys() - {"window"}:
+                raise RetrofitError(f"by_layer: layer {index} has no memory: give it a window and nothing else")
+
+        def of_layer(index: int) -> MemoryConfig:
+            options = dict(named.get(index, {}))
+            alike = replace(self, window=options.pop("window", self.window), by_layer={})
+            if index in patched:
+                return replace(alike, options={**self.options, **options})
+            return alike.window_only()
+
+        return [of_layer(index) if index in bounded else None for index in layers]
+
+    def window_only(self, window: int | None = None) -> "MemoryConfig":
+        """The same layers, sinks and windows without a memory; with ``window``, that one in all layers."""
+        bare = replace(self, kind="none", options={})
+        if window is not None:
+            return replace(bare, window=window, by_layer={})
+        windows = {key: {"window": other["window"]} for key, other in self.by_layer.items() if "window" in other}
+        return replace(bare, by_layer=windows)
+
+    def named_layers(self) -> dict[int, dict[str, Any]]:
+        """``by_layer`` by the number of each layer that it names.
+
+        Raises:
+            RetrofitError: a key is no number or range of numbers, a value no mapping, or a layer is named twice.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for key, other in self.by_layer.items():
+            ends = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", key)
+            named = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
+            if not named or not isinstance(other, dict) or not all(isinstance(name, str) for name in other):
+                raise RetrofitError(f"by_layer: {key!r}: {other!r} is not understood: {BY_LAYER}")
+            for index in named:
+                if index in found:
+                    raise RetrofitError(f"by_layer: layer {index} is named twice: name it once")
+                found[index] = other
+        return found
 
 
 def _indices(layers: Any) -> list[int]:
@@ -156,10 +214,10 @@ def check_base(config: Any, memory: MemoryConfig) -> None:
             f"this base uses {rope_type!r} rotary scaling, which re-scales cached keys as the input grows: "
             "a bounded memory cannot follow it; use a base with default, linear, yarn or llama3 scaling"
         )
-    memory.patched_layers(config)
+    widest = max((one.window for one in memory.of_layers(config) if one is not None), default=memory.window)
     native = native_window(config)
-    if native is not None and memory.window + memory.sinks > native:
+    if native is not None and widest + memory.sinks > native:
         raise RetrofitError(
-            f"this base attends to {native} tokens only: choose window + sinks <= {native} (now {memory.window} + "
+            f"this base attends to {native} tokens only: choose window + sinks <= {native} (now {widest} + "
             f"{memory.sinks})"
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .errors import RetrofitError
+from .errors import RetrofitError, one_of
 from .low_bits import BITS, Channels, quantise, restore
 from .lse import attention_lse
 from .memory import Joined, Kept
@@ -40,23 +40,31 @@ class ExpectedOptions(Options):
     """Options of ``expected``.
 
     Attributes:
-        rows: tokens kept per key/value head. None: as many as fill the bytes of an AHN state, ``H D^2`` elements.
-        bits: of a number of a kept key or value: 16 (the model's own dtype, as it is), 8 or 4.
+        rows: tokens kept per key/value head; a list has a number for each. None: as many as fill the bytes of an AHN
+            state, ``H D^2`` elements.
+        shares: ``"need"``: calibration measures which heads of which layers lack tokens and gives each its share of all
+            rows; how many there are in all stays.
+        bits: of a number of a kept key or value: 16 (the model's own dtype, as it is), 8, 6, 5 or 4.
         horizon: over how many positions beyond the window future queries are expected.
         tilt: what a token's score gains for each position that it comes later, at least 0. A large one (1e6) keeps the
             most recent tokens: a longer window, in few bits if so chosen.
     """
 
-    rows: int | None = None
+    rows: int | list[int] | None = None
     bits: int = 16
     horizon: int = 512
     tilt: float = 0.0
+    shares: str = "even"
 
     def __post_init__(self) -> None:
-        if self.rows is not None:
+        if isinstance(self.rows, list):
+            for number in self.rows:
+                whole_number("rows", number, least=0)
+        elif self.rows is not None:
             whole_number("rows", self.rows)
+        one_of("shares", self.shares, "even", "need")
         if self.bits not in BITS:
-            raise RetrofitError(f"bits={self.bits!r}: use 16 (the model's own dtype), 8 or 4")
+            raise RetrofitError(f"bits={self.bits!r}: use 16 (the model's own dtype), 8, 6, 5 or 4")
         whole_number("horizon", self.horizon)
         if isinstance(self.tilt, bool) or not isinstance(self.tilt, int | float) or not 0 <= self.tilt < math.inf:
             raise RetrofitError(f"tilt={self.tilt!r}: give a number, 0 or more")
@@ -73,6 +81,7 @@ class ExpectedAttention(WindowOnly):
     writes_back = compiles = False
     joins_window = True
     calibrates = True
+    size = "rows"
     Options = ExpectedOptions
     key_mean: Tensor  # of kept keys and values in few bits: of each channel (H_kv, D)
     key_spread: Tensor
@@ -81,11 +90,16 @@ class ExpectedAttention(WindowOnly):
 
     def __init__(self, config: Any, window: int, sinks: int, options: ExpectedOptions):
         super().__init__(config, window, sinks, options)
-        if options.bits == 4 and self.head_dim % 2:
+        if self.head_dim * options.bits % 8:
             raise RetrofitError(
-                f"bits=4 packs two numbers to a byte, but heads of this base have {self.head_dim}: use 8"
+                f"bits={options.bits}: {self.head_dim} numbers, a head of this base, do not fill whole bytes: use 8"
             )
         heads, kv_heads, dim = self.heads, self.kv_heads, self.head_dim
+        self.group = heads // kv_heads  # query heads that share a key/value head
+        if isinstance(options.rows, list) and len(options.rows) != kv_heads:
+            raise RetrofitError(
+                f"rows={options.rows}: this base has {kv_heads} key/value heads in a layer, so give as many numbers"
+            )
         self.query_mean = nn.Parameter(torch.empty(heads, dim), requires_grad=False)  # m
         self.query_spread = nn.Parameter(torch.empty(heads, dim, dim), requires_grad=False)  # C = A A^T
         self.level = nn.Parameter(torch.empty(heads), requires_grad=False)  # log of all keys' expected weight
@@ -99,12 +113,21 @@ class ExpectedAttention(WindowOnly):
             init.constant_(parameter, 1.0 if name in ("key_spread", "value_spread") else 0.0)
 
     @property
-    def rows(self) -> int:
-        """R, tokens kept per key/value head."""
-        if self.options.rows is not None:
-            return self.options.rows
+    def rows(self) -> tuple[int, ...]:
+        """R of each key/value head: tokens kept."""
+        given = self.usual_rows() if self.options.rows is None else self.options.rows
+        return tuple(given) if isinstance(given, list) else (given,) * self.kv_heads
+
+    def usual_rows(self) -> int:
+        """R where nothing is said."""
         state = self.heads * self.head_dim**2 * torch.float32.itemsize
         return max(1, state // (self.kv_heads * self._row_bytes))
+
+    def _alike(self) -> list[tuple[slice, int]]:
+        """Key/value heads that keep as many tokens, and how many: all of them, or each by itself."""
+        if len(set(self.rows)) == 1:
+            return [(slice(0, self.kv_heads), self.rows[0])]
+        return [(slice(head, head + 1), rows) for head, rows in enumerate(self.rows)]
 
     # ---- what it costs ----
 
@@ -122,11 +145,12 @@ class ExpectedAttention(WindowOnly):
         return sum(kept.bytes for kept in self._row(torch.float32).values())
 
     def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
-        rows = (self.kv_heads, self.rows)
-        return {name: Kept((*rows, *kept.shape), kept.dtype) for name, kept in self._row(dtype).items()}
+        rows = sum(self.rows)
+        return {name: Kept((rows, *kept.shape), kept.dtype) for name, kept in self._row(dtype).items()}
 
     def seen_beyond(self, t: Tensor) -> Tensor:
-        return self.capacity + (t - self.capacity + 1).clamp(0, self.rows)
+        evicted = t - self.capacity + 1
+        return self.capacity + sum(evicted.clamp(0, rows) for rows in self.rows) // self.kv_heads
 
     def flops(self, tokens: int) -> int:
         evicted = max(0, tokens - self.capacity)
@@ -213,21 +237,46 @@ class ExpectedAttention(WindowOnly):
             score = score.masked_fill(~gone.written.unsqueeze(1), EMPTY)
         new = self._rows(k, plain, v, score, step, gone)
         state = step.layer.state if step.layer is not None else {}
-        held = {name: state.get(name, self._none(name, x)) for name, x in new.items()}
-        pieces = []
+        assert step.lse is not None
+        outs: list[Tensor] = []
+        masses: list[Tensor] = []
+        ends: list[Rows] = []
+        first = 0  # of the rows of these heads among those of all
+        for heads, rows in self._alike():
+            own = {name: x[:, heads] for name, x in new.items()}
+            shape = (heads.stop - heads.start, rows)
+            last = first + math.prod(shape)
+            held = {
+                name: state[name][:, first:last].unflatten(1, shape) if name in state else self._none(name, x, rows)
+                for name, x in own.items()
+            }
+            out, mass, held = self._through(step, local, gone, heads, own, held)
+            first = last
+            outs, masses, ends = [*outs, out], [*masses, mass], [*ends, held]
+        state.update({name: torch.cat([held[name].flatten(1, 2) for held in ends], 1) for name in new})
+        step.lse = torch.cat(masses, 2)  # for what may join after the rows
+        return torch.cat(outs, 2), None
+
+    def _through(
+        self, step: Step, local: Tensor, gone: Evicted, heads: slice, new: Rows, held: Rows
+    ) -> tuple[Tensor, Tensor, Rows]:
+        """What the queries of some key/value heads read while new tokens come to the rows that are held: the output
+        ``(B, n, their query heads, D)``, the log-sum-exp beside it, and the rows that are held in the end."""
+        assert step.lse is not None
+        queries_of = slice(heads.start * self.group, heads.stop * self.group)
+        local, lse = local[:, :, queries_of], step.lse[:, :, queries_of]
+        outs, masses = [local[:, : gone.first]], [lse[:, : gone.first]]
         for first in range(0, gone.count, BLOCK):
             last = min(first + BLOCK, gone.count)
             part = {name: x[:, :, first:last] for name, x in new.items()}
             choice = choose(held["score"], part["score"])
             candidates = {name: torch.cat([held[name], x], 2) for name, x in part.items()}
-            queries = slice(gone.first + first, gone.first + last)
-            pieces.append(self._joined(step, local[:, queries], queries, candidates, choice.alive))
+            at = slice(gone.first + first, gone.first + last)
+            q = step.q[:, queries_of, at]
+            out, mass = self._joined(step, local[:, at], lse[:, at], q, heads, candidates, choice.alive)
+            outs, masses = [*outs, out], [*masses, mass]
             held = {name: pick(x, choice.kept) for name, x in candidates.items()}
-        state.update(held)
-        assert step.lse is not None
-        outs, masses = zip(*pieces, strict=True)
-        step.lse = torch.cat([step.lse[:, : gone.first], *masses], 1)  # for what may join after the rows
-        return torch.cat([local[:, : gone.first], *outs], 1), None
+        return torch.cat(outs, 1), torch.cat(masses, 1), held
 
     def _arrival(self, step: Step, gone: Evicted) -> Tensor:
         """Index of each evicted token in its own text ``(1 or B, count)``."""
@@ -257,34 +306,36 @@ class ExpectedAttention(WindowOnly):
         keys = Channels(self.key_mean.to(dtype), self.key_spread.to(dtype))
         return keys, Channels(self.value_mean.to(dtype), self.value_spread.to(dtype))
 
-    def _none(self, name: str, like: Tensor) -> Tensor:
-        """Rows that hold no token, like new ones ``(B, H_kv, count, ...)``."""
-        empty = like.new_zeros(*like.shape[:2], self.rows, *like.shape[3:])
+    @staticmethod
+    def _none(name: str, like: Tensor, rows: int) -> Tensor:
+        """Rows that hold no token, like new ones ``(B, heads, count, ...)``."""
+        empty = like.new_zeros(*like.shape[:2], rows, *like.shape[3:])
         return empty.fill_(EMPTY) if name == "score" else empty
 
-    def _restored(self, rows: Rows, step: Step) -> tuple[Tensor, Tensor]:
-        """Keys, rotated, and values ``(B, H_kv, C, D)`` of rows, in the model's dtype."""
+    def _restored(self, rows: Rows, heads: slice, step: Step) -> tuple[Tensor, Tensor]:
+        """Keys, rotated, and values ``(B, heads, C, D)`` of rows, in the model's dtype."""
         if self.options.bits == 16:
             return rows["k"], rows["v"]
         dtype = wide(step.k.dtype)
-        of_keys, of_values = self._channels(dtype)
+        of_keys, of_values = (Channels(*(x[heads] for x in channels)) for channels in self._channels(dtype))
         k = restore(rows["k"], rows["k_scale"], of_keys, self.options.bits)
         v = restore(rows["v"], rows["v_scale"], of_values, self.options.bits)
-        cos, sin = step.now.turn(rows["position"].flatten(0, 1).long())  # (B H_kv, C, D)
+        cos, sin = step.now.turn(rows["position"].flatten(0, 1).long())  # (B heads, C, D)
         k = rotate(k.flatten(0, 1).unsqueeze(1), cos.to(dtype), sin.to(dtype)).squeeze(1).unflatten(0, k.shape[:2])
         return k.to(step.k.dtype), v.to(step.v.dtype)
 
-    def _joined(self, step: Step, local: Tensor, queries: slice, rows: Rows, alive: Tensor) -> tuple[Tensor, Tensor]:
-        """The window's output ``(B, m, H, D)`` of some queries with the rows that each sees in the same softmax, and
-        the log-sum-exp ``(B, m, H)`` of all their logits."""
-        assert step.lse is not None
-        k, v = self._restored(rows, step)
-        q = step.q[:, :, queries].unflatten(1, (self.kv_heads, -1)).flatten(0, 1)  # (B H_kv, G, m, D)
+    def _joined(
+        self, step: Step, local: Tensor, near: Tensor, q: Tensor, heads: slice, rows: Rows, alive: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The window's output ``(B, m, H, D)`` of some queries ``q`` (B, H, m, D) with the rows that each sees in the
+        same softmax, and the log-sum-exp ``(B, m, H)`` of all their logits; ``near`` is that of the window's."""
+        k, v = self._restored(rows, heads, step)
+        q = q.unflatten(1, (-1, self.group)).flatten(0, 1)  # (B heads, G, m, D)
         nothing = ~alive.any(-1, keepdim=True)
         seen = (alive | nothing).flatten(0, 1).unsqueeze(1)
         out, lse = attention_lse(q, k.flatten(0, 1), v.flatten(0, 1), seen, step.scale, step.dropout)
         lse = lse.masked_fill(nothing.flatten(0, 1).squeeze(-1).unsqueeze(1), -math.inf)
         out, lse = (x.unflatten(0, alive.shape[:2]).flatten(1, 2).transpose(1, 2) for x in (out, lse))  # (B, m, H, ..)
-        near = step.lse[:, queries].to(lse.dtype)
+        near = near.to(lse.dtype)
         share = (lse - near).sigmoid().unsqueeze(-1)
         return local + (share * (out.to(share.dtype) - local)).to(local.dtype), torch.logaddexp(near, lse)

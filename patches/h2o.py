@@ -37,6 +37,7 @@ class H2O(Eviction):
 
     kind = "h2o"
     accumulates = True
+    size = "heavy"
     native: int | None = None  # the base's own sliding window
     Options = H2OOptions
 

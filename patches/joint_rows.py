@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .errors import RetrofitError
 from .expected import ExpectedAttention, ExpectedOptions
 from .joint import JointMemory, JointOptions
 from .memory import Joined, Kept, Memory
@@ -26,6 +27,10 @@ class JointRowsOptions(JointOptions, ExpectedOptions):
     def __post_init__(self) -> None:
         JointOptions.__post_init__(self)
         ExpectedOptions.__post_init__(self)
+        if self.shares != "even":
+            raise RetrofitError(
+                f"shares={self.shares!r}: a run that is resumed would not know them; leave it out or use 'expected'"
+            )
 
 
 class JointRows(JointMemory, ExpectedAttention):
@@ -42,11 +47,8 @@ class JointRows(JointMemory, ExpectedAttention):
     def usual_features(self) -> int:
         return max(1, super().usual_features() // 2)
 
-    @property
-    def rows(self) -> int:
-        """R, tokens kept per key/value head. By default both halves together take no more than D^2 float32 of each."""
-        if self.options.rows is not None:
-            return self.options.rows
+    def usual_rows(self) -> int:
+        """By default both halves together take no more than D^2 float32 of each key/value head."""
         state = sum(kept.bytes for kept in JointMemory.state_tensors(self, torch.float32).values())
         left = self.kv_heads * self.head_dim**2 * torch.float32.itemsize - state
         return max(1, left // (self.kv_heads * self._row_bytes))

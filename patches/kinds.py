@@ -55,26 +55,29 @@ def new_memory(
     layers: list[int] | None = None,
     others: str = "full",
     options: dict[str, Any] | None = None,
-    **origin: Any,
+    **more: Any,
 ) -> MemoryConfig:
     """The configuration of a memory that is yet to be made; it names every option, since a default may change one day.
 
     Args:
-        kind, window, sinks, layers, others, origin: as :class:`MemoryConfig` has them.
+        kind, window, sinks, layers, others, more: as :class:`MemoryConfig` has them.
         options: those that are not to have their default.
 
     Raises:
         RetrofitError: there is no such kind, it has no such option, or a value is out of range.
     """
-    every = asdict(find_kind(kind).read_options(options or {}))
-    return MemoryConfig(kind, window, sinks, layers, others, every, **origin)
-
-
-def build_memory(config: Any, memory: MemoryConfig, kind: str) -> Memory:
-    """A memory of ``kind`` for one layer of a model with transformers configuration ``config``, not yet initialised.
-
-    ``memory`` may have been saved, or be :func:`new_memory`'s.
-    """
-    options = memory.options if kind == memory.kind else {}
     cls = find_kind(kind)
-    return cls(config, memory.window, memory.sinks, cls.saved_options(options))
+    every = asdict(cls.read_options(options or {}))
+    made = MemoryConfig(kind, window, sinks, layers, others, every, **more)
+    for other in made.by_layer.values():
+        cls.read_options({**every, **{name: value for name, value in other.items() if name != "window"}})
+    return made
+
+
+def build_memory(config: Any, memory: MemoryConfig) -> Memory:
+    """One layer's memory in a model with transformers configuration ``config``, not yet initialised.
+
+    ``memory`` is one of :meth:`MemoryConfig.of_layers`; it may have been saved.
+    """
+    cls = find_kind(memory.kind)
+    return cls(config, memory.window, memory.sinks, cls.saved_options(memory.options))

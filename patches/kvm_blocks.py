@@ -140,7 +140,7 @@ def _far(
         held = [[counts(n) for n in done[j + 1]] for j in span]
         mask = None
         if any(count != most for each in held for count in each):
-            number = frame.once(("held", first, window), partial(torch.tensor, held, device=q.device))
+            number = frame.once(("held", first, rule.schedule), partial(torch.tensor, held, device=q.device))
             mask = torch.arange(most, device=q.device) < number.T.unsqueeze(-1)  # (1 or B, n, M)
             mask = mask.expand(len(q), -1, -1).flatten(0, 1).unsqueeze(1)
         queries = q[:, :, span.start * chunk : span.stop * chunk].unflatten(2, (-1, chunk)).transpose(1, 2)

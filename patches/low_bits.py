@@ -1,11 +1,11 @@
-"""Numbers in 8 or 4 bits: a scale per token, and one mean and spread per channel that were measured beforehand."""
+"""Numbers in 8 to 4 bits: a scale per token, and one mean and spread per channel that were measured beforehand."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-BITS = (16, 8, 4)  # 16: the model's own dtype, nothing is rounded
+BITS = (16, 8, 6, 5, 4)  # 16: the model's own dtype, nothing is rounded
 SMALLEST = 1e-6  # a token's scale, so that a token of zeros divides by something
 
 
@@ -22,7 +22,7 @@ def quantise(x: Tensor, channels: Channels, bits: int) -> tuple[Tensor, Tensor]:
     Levels lie at odd multiples of half a scale, as many below zero as above.
 
     Returns:
-        The codes, two of 4 bits to a byte, ``(B, H, n, D * bits / 8)`` uint8, and each token's scale ``(B, H, n, 1)``
+        The codes, packed, ``(B, H, n, D * bits / 8)`` uint8, and each token's scale ``(B, H, n, 1)``
         in float16.
 
     The scale of [-1, 1] in 4 bits is 1 / 7.5, and its ends are levels:
@@ -36,13 +36,34 @@ def quantise(x: Tensor, channels: Channels, bits: int) -> tuple[Tensor, Tensor]:
     levels = 2**bits
     scale = (z.abs().amax(-1, keepdim=True) / ((levels - 1) / 2)).clamp_min(SMALLEST).to(torch.float16)
     codes = (z / scale.to(z.dtype) + (levels - 1) / 2).round().clamp(0, levels - 1).to(torch.uint8)
-    return (codes[..., ::2] | (codes[..., 1::2] << 4) if bits == 4 else codes), scale
+    return _pack(codes, bits), scale
 
 
 def restore(codes: Tensor, scale: Tensor, channels: Channels, bits: int) -> Tensor:
     """What :func:`quantise` has rounded, ``(B, H, n, D)`` in the dtype of the channels' mean."""
     mean, spread = channels
-    if bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    codes = _unpack(codes, bits)
     z = (codes.to(mean.dtype) - (2**bits - 1) / 2) * scale.to(mean.dtype)
     return z * spread.unsqueeze(-2) + mean.unsqueeze(-2)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes of so many bits side by side, the lowest bit of the first code first."""
+    if bits == 8:
+        return codes
+    if bits == 4:
+        return codes[..., ::2] | (codes[..., 1::2] << 4)
+    place = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    each = (codes.unsqueeze(-1) >> place[:bits]) & 1
+    return (each.flatten(-2).unflatten(-1, (-1, 8)) << place).sum(-1, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """What :func:`_pack` has packed."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+    place = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    each = (packed.unsqueeze(-1) >> place) & 1
+    return (each.flatten(-2).unflatten(-1, (-1, bits)) << place[:bits]).sum(-1, dtype=torch.uint8)

@@ -42,6 +42,7 @@ class Memory(nn.Module):
         needs_key_bias: whether it must know what the base adds to every key.
         needs_plain_queries: whether it must know queries as they were before their rotation.
         writes_back: whether each step changes the whole state, or only reads it.
+        size: the option that says how many rows it keeps, if it has one.
         compiles: whether a step of plain decoding depends on no number but those on the device.
     """
 
@@ -54,6 +55,7 @@ class Memory(nn.Module):
     needs_plain_queries: ClassVar[bool] = False
     writes_back: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
+    size: ClassVar[str | None] = None
     Options: ClassVar[type[Options]] = Options
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,13 +37,13 @@ class MemoryModel(MemoryPreTrained):
             )
         memory = MemoryConfig.from_dict(config.memory)
         check_base(config, memory)
-        for layer, kind in zip(self.layers, memory.layer_kinds(config), strict=True):
-            if kind is not None:
+        for layer, settings in zip(self.layers, memory.of_layers(config), strict=True):
+            if settings is not None:
                 attention = layer.self_attn
                 # safe on attention modules, which hold no registry of their own; PreTrainedModels must be built as
                 # what they are
                 attention.__class__ = self.attention_class
-                attention.memory = build_memory(config, memory, kind)
+                attention.memory = build_memory(config, settings)
         self.post_init()
 
     def memories(self) -> dict[int, Memory]:
@@ -61,16 +62,24 @@ class MemoryModel(MemoryPreTrained):
         """Change W and S from the next call on an empty cache; written to the configuration, so it is saved.
 
         Raises:
-            RetrofitError: a value out of range, or more than the base's own sliding window.
+            RetrofitError: a value out of range, more than the base's own sliding window, or another W for a model whose
+                layers have windows of their own.
         """
-        sinks = self.config.memory["sinks"] if sinks is None else sinks
-        changed = {**self.config.memory, "window": window, "sinks": sinks}
-        check_base(self.config, MemoryConfig.from_dict(changed))
-        for memory in self.memories().values():
-            memory.check_window(window, sinks)
-        for memory in self.memories().values():
-            memory.window, memory.sinks = window, sinks
-        self.config.memory = changed
+        before = MemoryConfig.from_dict(self.config.memory)
+        changed = replace(before, window=window, sinks=before.sinks if sinks is None else sinks)
+        if window != before.window and any("window" in other for other in before.by_layer.values()):
+            raise RetrofitError(
+                f"layers of this model have windows of their own (by_layer), which window={window} would leave: patch "
+                "its base anew with that window"
+            )
+        check_base(self.config, changed)
+        each = changed.of_layers(self.config)
+        pairs = [(memory, new) for index, memory in self.memories().items() if (new := each[index]) is not None]
+        for memory, new in pairs:
+            memory.check_window(new.window, new.sinks)
+        for memory, new in pairs:
+            memory.window, memory.sinks = new.window, new.sinks
+        self.config.memory = {**self.config.memory, "window": changed.window, "sinks": changed.sinks}
 
     @contextmanager
     def memory_off(self) -> Iterator[Any]:

@@ -182,7 +182,7 @@ class Pass:
         """``count`` tokens from slot ``start`` on in blocks of ``unit`` tokens, counted from behind the sinks."""
         pads = list(self.starts.pads)
         make = lambda: Frame(start, count, pads, sinks, unit, self.device)  # noqa: E731
-        return self.once(("frame", sinks, unit, start), make)
+        return self.once(("frame", sinks, unit, start, count), make)
 
 
 @dataclass

@@ -128,6 +128,7 @@ def patch_as(
         config.sinks,
         layers=config.layers,
         others=config.others,
+        by_layer=config.by_layer,
         model_kwargs=model_kwargs,
         **options,
     )

@@ -1,6 +1,7 @@
 """Calibration: what a memory measures on a few thousand tokens of text, without gradients and before any training."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +13,17 @@ from patches.step import Pass, Step
 
 from .evaluation.perplexity import read_sequences
 from .loading import load_tokenizer
+from .shares import Needs
 
 TEXTS, LENGTH = 8, 1024  # rows and tokens of a row that are read of a user's text
+Watch = Callable[[int, Any, Step, Tensor], None]
 ROUNDS = 2  # first what the queries are like, then how the keys stand to them
 
 
 def calibrate(model: Any, texts: Iterable[Tensor]) -> None:
     """Show ``model``'s memories the queries, keys and values of its own teacher on some texts.
+
+    With ``shares="need"``, ``expected`` also learns how many of all rows each key/value head gets.
 
     Args:
         model: a patched model whose memory ``calibrates`` (kinds ``expected`` and ``joint-rows``); changed in place.
@@ -29,26 +34,55 @@ def calibrate(model: Any, texts: Iterable[Tensor]) -> None:
         RetrofitError: the memory has nothing to calibrate, or there is no text.
     """
     body, texts = model.get_decoder(), list(texts)
-    memories = [memory for memory in body.memories().values() if memory.calibrates]
-    if not memories:
+    if not any(memory.calibrates for memory in body.memories().values()):
         raise RetrofitError("this model's memory has nothing to calibrate: fit it with `retrofit distill`")
     if not texts:
         raise RetrofitError("calibration needs texts to read: give one at least")
+    memories = [memory for memory in body.memories().values() if memory.calibrates]
+    shared = any(memory.options.shares == "need" for memory in memories)
+    needs = _needs(body, texts) if shared else None
     for again in range(ROUNDS):
-        hooks = [
-            layer.self_attn.register_forward_pre_hook(_observing(body, bool(again)), with_kwargs=True)
-            for layer in body.layers
-            if getattr(getattr(layer.self_attn, "memory", None), "calibrates", False)
-        ]
-        try:
-            with torch.no_grad(), model.memory_off():
-                for ids in texts:
-                    body(input_ids=ids.to(model.device), use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        _read(model, texts, partial(_observe, bool(again)))
         for memory in memories:
             memory.settle()
+    if needs is not None:
+        _read(model, texts, needs.add)
+        needs.give(model)
+
+
+def measure_needs(model: Any, texts: list[Tensor]) -> Needs:
+    """What each key/value head of a calibrated model loses with so many rows; see :class:`retrofit.shares.Needs`."""
+    needs = _needs(model.get_decoder(), texts)
+    _read(model, texts, needs.add)
+    return needs
+
+
+def _needs(body: Any, texts: list[Tensor]) -> Needs:
+    chosen = {index: memory for index, memory in body.memories().items() if memory.calibrates}
+    return Needs(chosen, min(ids.shape[1] for ids in texts))
+
+
+def _read(model: Any, texts: list[Tensor], watch: Watch) -> None:
+    """Let the teacher read, and show ``watch`` each layer that has something to calibrate: its index, its attention,
+    its step and the lengths ``(B, T)`` of the vectors that it is given."""
+    body, hooks = model.get_decoder(), []
+    lengths: dict[str, Tensor] = {}
+
+    def measure(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        lengths["x"] = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).norm(dim=-1)
+
+    for index, layer in enumerate(body.layers):
+        attention = layer.self_attn
+        if getattr(getattr(attention, "memory", None), "calibrates", False):
+            hooks.append(layer.register_forward_pre_hook(measure, with_kwargs=True))
+            hooks.append(attention.register_forward_pre_hook(_watching(body, index, lengths, watch), with_kwargs=True))
+    try:
+        with torch.no_grad(), model.memory_off():
+            for ids in texts:
+                body(input_ids=ids.to(model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def read_texts(source: str, base: str) -> list[Tensor]:
@@ -61,14 +95,20 @@ def read_texts(source: str, base: str) -> list[Tensor]:
     return list(rows[:: -(-len(rows) // TEXTS)].split(1))
 
 
-def _observing(body: Any, again: bool) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    """What an attention's memory does before that attends to a text."""
+def _observe(again: bool, index: int, attention: Any, step: Step, lengths: Tensor) -> None:
+    attention.memory.observe(step, again)
 
-    def observe(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+
+def _watching(
+    body: Any, index: int, lengths: dict[str, Tensor], watch: Watch
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    """What is done before an attention attends to a text: ``watch`` is shown its step, queries and keys unrotated."""
+
+    def hook(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         now = Pass(0, x.shape[1], Starts(), False, body.turn, x.device, x.device)
         now = now if attention.use_rope else now.still()
         q, k, v = attention.plain_heads(x)
-        attention.memory.observe(Step(now, x, q, k, v, layer=None, scale=attention.scaling), again)
+        watch(index, attention, Step(now, x, q, k, v, layer=None, scale=attention.scaling), lengths["x"])
 
-    return observe
+    return hook

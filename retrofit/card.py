@@ -1,5 +1,6 @@
 """Model cards: what a stranger needs to load and judge what we write."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,9 @@ def _card(memory: dict[str, Any], library: str, relation: str, load: str, detail
     of_base = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""
     revision = f" at revision `{memory['base_revision']}`" if memory.get("base_revision") else ""
     layers = "all layers" if memory.get("layers") is None else f"layers {memory['layers']} (others: {memory['others']})"
+    window = f"a window of {memory['window']} tokens; up to there the model is its base"
+    if other := memory.get("by_layer"):
+        window = f"a window of {memory['window']} tokens, but in some layers otherwise: `{json.dumps(other)}`"
     return f"""---
 library_name: {library}
 pipeline_tag: text-generation
@@ -122,7 +126,7 @@ pipeline_tag: text-generation
 
 - base: `{base}`{revision}, frozen
 - memory: `{memory["kind"]}` on {layers}, options {memory.get("options") or "default"}
-- kept exactly: {memory["sinks"]} sinks and a window of {memory["window"]} tokens; up to there the model is its base
+- kept exactly: {memory["sinks"]} sinks and {window}
 
 ## How to load it
 

@@ -8,7 +8,22 @@ import typer
 
 import retrofit
 from patches.errors import RetrofitError
-from retrofit.options import Adapter, Base, Json, Memory, Options, Output, Overwrite, Seed, Sinks, Verbs, Window, pairs
+from retrofit.options import (
+    Adapter,
+    Base,
+    Json,
+    Memory,
+    MemoryRecipe,
+    Options,
+    Output,
+    Overwrite,
+    Seed,
+    Sinks,
+    Verbs,
+    Window,
+    of_recipe,
+    pairs,
+)
 
 app = Verbs()
 
@@ -19,12 +34,14 @@ app = Verbs()
     "retrofit patch Qwen/Qwen2.5-0.5B --memory expected --window 2048 --data corpus.txt -o chosen-rows",
 )
 def patch(
+    ctx: typer.Context,
     base: Base,
     output: Output,
     memory: Memory = "none",
     window: Window = 4096,
     sinks: Sinks = 4,
     option: Options = None,
+    recipe: MemoryRecipe = None,
     data: Annotated[
         str | None,
         typer.Option(help="Text for `expected` and `joint-rows` to calibrate on, of the kinds they will meet."),
@@ -36,22 +53,30 @@ def patch(
     The export is a custom architecture with the weights and the tokenizer of BASE.
     """
     options = pairs("--option", option, taken=("base", "memory", "window", "sinks", "model_kwargs"))
+    given = {"memory": memory, "window": window, "sinks": sinks, **options}
+    if recipe is not None:
+        given = of_recipe(ctx, recipe)
+        memory = given["memory"]
     from patches.kinds import find_kind
 
     calibrates = find_kind(memory).calibrates
+    if recipe is not None and data is not None and not calibrates:
+        typer.echo(f"note: memory {memory!r} has nothing to calibrate: {data} is not read", err=True)
+        data = None
     if calibrates != (data is not None):
         needs = "measures queries on text: add --data FILE" if calibrates else "has nothing to calibrate: drop --data"
         raise RetrofitError(f"memory {memory!r} {needs}")
 
     def build() -> Any:
-        model = retrofit.patch(base, memory, window, sinks, **options)
+        model = retrofit.patch(base, **given)
         if data is not None:
             from retrofit.calibration import read_texts
 
             retrofit.calibrate(model, read_texts(data, base))
         return model
 
-    _export(build, [base], output, overwrite, data=[] if data is None else [data])
+    inputs = [base] if recipe is None else [base, str(recipe)]
+    _export(build, inputs, output, overwrite, data=[] if data is None else [data])
 
 
 @app.verb("retrofit merge Qwen/Qwen2.5-0.5B runs/first/adapter -o first-merged")

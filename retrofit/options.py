@@ -27,6 +27,12 @@ Options = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="KEY=VALUE", help="An option of the memory; repeat the flag for more."),
 ]
+MemoryRecipe = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Memory as `retrofit allocate` writes it, instead of the flags that describe one."
+    ),
+]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 Json = Annotated[
@@ -88,7 +94,9 @@ def flags(of: Any, leave: Container[str] = ()) -> Callable[[Callable[..., Any]],
             given = {name: value for name, value in values.items() if name not in keys}
             for name, key in keys.items():
                 if (value := values[name]) not in (None, [], ()):
-                    given[name] = key.parse(value) if key.kind in (list, dict) else value
+                    # a text that may be left out is left out by none, whatever the recipe says
+                    reads = key.kind in (list, dict) or (key.kind is str and key.optional)
+                    given[name] = key.parse(value) if reads else value
             return verb(**given)
 
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -123,6 +131,22 @@ def pairs(flag: str, items: Iterable[str] | None, taken: Container[str] = ()) ->
             with contextlib.suppress(ValueError):
                 found[key] = float(text)
     return found
+
+
+def of_recipe(ctx: typer.Context, recipe: Path) -> dict[str, Any]:
+    """The memory that ``recipe`` describes, as arguments for :func:`retrofit.patch`.
+
+    Raises:
+        BadParameter: flags describe one, too.
+    """
+    from retrofit.allocation.recipe import read_memory
+
+    for name in ("memory", "window", "sinks", "option"):
+        if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE":
+            raise typer.BadParameter(
+                f"--{name}: the recipe says what the memory is like: leave it out, or edit {recipe}"
+            )
+    return read_memory(recipe)
 
 
 def _flag(key: Setting) -> Any:

@@ -29,6 +29,7 @@ def patch(
     *,
     layers: list[int] | None = None,
     others: str = "full",
+    by_layer: dict[str, dict[str, Any]] | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -46,6 +47,7 @@ def patch(
         layers: indices of the layers that get the memory (default: all; of a base with sliding and full layers, the
             full ones).
         others: what the other layers do: ``"full"``, as in the base, or ``"window"`` (sinks + window without a memory).
+        by_layer: what single layers have otherwise, by number or numbers: ``{"0": {"window": 64}, "4-7": {...}}``.
         model_kwargs: for ``from_pretrained`` when ``base`` is a path or id (``dtype``, ``device_map``, ...).
         **options: the memory's own options.
 
@@ -79,7 +81,7 @@ def patch(
     frequencies = base.model.rotary_emb.inv_freq.dtype
     rounded = None if frequencies.itemsize >= 4 else str(frequencies).removeprefix("torch.")
     origin = {"base": name, "base_revision": revision, "rotary_dtype": rounded}
-    settings = new_memory(memory, window, sinks, layers, others, options, **origin)
+    settings = new_memory(memory, window, sinks, layers, others, options, by_layer=by_layer or {}, **origin)
     check_base(base.config, settings)
     model = skeleton(base.config, settings)
     added, there = sum(p.numel() for _, p in model.memory_parameters()), base.num_parameters()

@@ -40,7 +40,7 @@ class RetrofitConfig(PeftConfig):
     """``adapter_config.json`` as PEFT reads and writes it.
 
     Attributes:
-        memory: kind, window, sinks, layers, others and options of the memory.
+        memory: kind, window, sinks, layers, others, by_layer and options of the memory.
         fingerprint: of the base the memory was fitted to; taken from the base where there is none.
     """
 

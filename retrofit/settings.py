@@ -73,6 +73,8 @@ class Setting:
         if self.kind is tuple and isinstance(value, list | tuple):
             one = replace(self, kind=self.item, optional=False)
             return tuple(one.check(part) for part in value)
+        if self.kind is dict and isinstance(value, dict):  # YAML reads 0 as a number
+            value = {str(key) if type(key) is int else key: part for key, part in value.items()}
         if self.kind is float and type(value) is int:
             value = float(value) if abs(value) < 2**63 else math.inf
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))

@@ -21,6 +21,16 @@ TRAINABLE = [name for name, kind in KINDS.items() if kind.trainable]
 # sinks + window, and a memory that adds nothing until it was trained; the others (row memories) are visible at once
 ON_A_WINDOW = [name for name, kind in KINDS.items() if kind.writes_back]
 
+# an option that makes a kind's state larger or smaller
+SIZE: dict[str, dict[str, Any]] = {
+    "kvm": {"rows": 7},
+    "expected": {"rows": 3},
+    "joint-rows": {"rows": 3},
+    "compressive": {"rows": 3, "ratio": 2},
+    "h2o": {"heavy": 3},
+    "joint": {"features": 6},
+    "tensor-cache": {"slots": 2},
+}
 # bases unlike the default one (2 query heads to a key head of 16, no biases but Qwen2's, untied)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "one wide kv head, biases, yarn": (

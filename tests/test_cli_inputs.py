@@ -34,6 +34,7 @@ def desk(tmp_path: Path, byte_checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     retrofit.save_adapter(retrofit.patch("base", "ahn-gdn", window=8, sinks=2), "run/adapter")
     Path("run/deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     Path("run/mine.yaml").write_text("data: corpus/text.txt\nbase: base\nwindow: 8\nsinks: 2\nseq_len: 32\nsteps: 1\n")
+    Path("run/memory.yaml").write_text("{memory: none, window: 8}")
     before = files(tmp_path)
     yield tmp_path
     assert files(tmp_path) == before
@@ -61,6 +62,8 @@ SMALL = ["--window", 8, "--sinks", 2, "--seq-len", 32, "--steps", 1]
         (["distill", "run/mine.yaml", "--dry-run", "--json", "base/config.json"], "base/config.json"),
         (["estimate", "base", "--json", "base/config.json"], "base/config.json"),
         (["bench", "run", "--model", "base", "--json", "base/config.json"], "base/config.json"),
+        (["allocate", "base", "--data", "corpus", "--bytes", 9, "-o", "corpus/text.txt"], "corpus/text.txt"),
+        (["patch", "base", "--recipe", "run/memory.yaml", "-o", "run"], "run/memory.yaml"),
         (["recipes", "cp", "run/mine.yaml", "run/mine.yaml", "--overwrite"], "run/mine.yaml"),
         (["eval", "base", "--data", "corpus", "--window", 8, "-o", "corpus/eval"], "lies in corpus"),
         (["patch", "base", "-o", "base/../base"], "base"),

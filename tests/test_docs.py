@@ -57,6 +57,7 @@ SHORTER = {
     "generate": "--max-new-tokens 2",
     "eval": "--length 320 --samples 1 --rows 1 --seq-len 64 --window 8 --sinks 2 --overwrite",
     "patch": "--overwrite",
+    "allocate": "--bytes 6144 --sinks 2 --rows 2 --length 96 --overwrite",
     "merge": "--overwrite",
     "convert": "--overwrite",
 }

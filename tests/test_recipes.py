@@ -1,5 +1,6 @@
 """Shipped recipes: valid, commented as they are meant to be, and dry-run without weights or a network."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,15 @@ def test_every_recipe_dry_runs(name: str, tmp_path: Path) -> None:
         assert "the Hub cannot be reached: published shape" in result.stdout
 
 
+def test_a_flag_takes_a_recipes_deepspeed_away(tmp_path: Path) -> None:
+    for given, expected in (([], "zero3"), (["--deepspeed", "none"], None), (["--deepspeed", "zero2"], "zero2")):
+        path = tmp_path / "plan.json"
+        dry = ["distill", "qwen2.5-14b-ahn-gdn", *given, "--dry-run", "--json", str(path)]
+        assert CliRunner().invoke(app, dry).exit_code == 0
+        assert json.loads(path.read_text())["recipe"]["deepspeed"] == expected
+        path.unlink()
+
+
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_a_recipe_says_its_command_first(name: str) -> None:
     text = shipped_recipes()[name].read_text(encoding="utf-8")
@@ -57,9 +67,10 @@ def test_the_hours_it_names_are_those_of_the_dry_run(name: str) -> None:
 def test_the_nine_ahn_runs() -> None:
     recipes = {name: load_recipe(name) for name in AHN}
     assert {recipe.memory for recipe in recipes.values()} == {"ahn-mamba2", "ahn-dn", "ahn-gdn"}
-    differing = {"base", "memory"}
+    differing = {"base", "memory", "deepspeed"}
     first = recipes[AHN[0]].to_dict()
     for name, recipe in recipes.items():
+        assert recipe.deepspeed == ("zero3" if "14b" in name else None)  # the others fit a GPU of 80 GB whole
         assert {key for key, value in recipe.to_dict().items() if value != first[key]} <= differing, name
         assert recipe.base == f"Qwen/Qwen2.5-{name.split('-')[1].upper()}-Instruct"
     settings = {
@@ -77,7 +88,6 @@ def test_the_nine_ahn_runs() -> None:
         "loss": "kl",
         "dtype": "bfloat16",
         "gradient_checkpointing": True,
-        "deepspeed": "zero3",
     }
     assert settings.items() <= first.items()
     assert first["batch_size"] * first["gradient_accumulation_steps"] * 32 == 128

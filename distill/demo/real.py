@@ -20,17 +20,20 @@ from transformers import set_seed
 
 import retrofit
 from distill.demo.real_texts import base_and_tokenizer, read_texts
+from retrofit.calibration import measure_needs
 from retrofit.evaluation.scores import evaluate, gap_closed
 from retrofit.export import export_model
 from retrofit.files import write_json, write_text
+from retrofit.shares import Needs
 from retrofit.table import print_table
 
 SINKS = 4
 CALIBRATED_ON = 1024  # tokens of a row at most
 BYTES = 48_360  # of state per layer, in float32: a third of what one matrix per query head takes
 TILT = 0.004  # nats per token in favour of later ones: chosen by --choose, on other documents than those reported
+RECENT, NEED = 1e6, "need"
 TILTS = (0.0, 0.002, 0.004, 0.008)
-BEST = "expected, 4 bits"
+BEST = "expected, 5 bits, by need"
 BARE, EQUAL = "window-only", "window of equal bytes"
 LAST = 127  # positions at the end of a row that are also told by themselves
 NOVEL_TOKENS = 40  # of the answer that is shown
@@ -91,10 +94,11 @@ def main(output: Path, dtype: str, sizes: Sizes, choose: bool) -> None:
 
 
 def fitting(config: Any, size: int, dtype: str = "float32") -> dict[str, int]:
-    """How many tokens ``size`` bytes per layer hold, of a window (``"exact"``) and as rows in 16, 8 and 4 bits."""
+    """How many tokens ``size`` bytes per layer hold, of a window (``"exact"``) and as rows in 16 to 4 bits."""
     heads, dim = config.num_key_value_heads, config.head_dim
     exact = 2 * dim * WIDTH[dtype]
-    each = {"exact": exact, "16": exact + 4, "8": 2 * (dim + 2) + 8, "4": 2 * (dim // 2 + 2) + 8}  # of one head
+    each = {"exact": exact, "16": exact + 4}  # of one head
+    each |= {str(bits): 2 * (dim * bits // 8 + 2) + 8 for bits in (8, 6, 5, 4)}
     return {name: size // heads // bytes_ for name, bytes_ in each.items()}
 
 
@@ -103,44 +107,55 @@ def contenders(config: Any, window: int) -> Ways:
     ways: Ways = {BARE: {"memory": "none"}}
     for size, note in ((BYTES, ""), (3 * BYTES, ", 3 x")):
         wide, narrow = fitting(config, size), fitting(config, size, "bfloat16")
-        few = () if note else (8, 4)
         ways[EQUAL + note] = {"memory": "none", "window": window + wide["exact"]}
         ways[f"{EQUAL}, bfloat16 base{note}"] = {"memory": "none", "window": window + narrow["exact"]}
-        ways |= {f"window in {bits} bits{note}": _rows(wide, bits, 1e6) for bits in few or (8,)}
-        if few:
+        if not note:
+            ways |= {f"window in {bits} bits": _rows(wide, bits, RECENT) for bits in (8, 4)}
+            ways["window in 4 bits, by need"] = _rows(wide, 4, RECENT, NEED)
             ways["expected"] = _rows(wide, 16, TILT)
             ways["expected, bfloat16 base"] = _rows(narrow, 16, TILT)
-            ways["expected, 8 bits, not tilted"] = _rows(wide, 8, 0.0)
+            ways["expected, bfloat16 base, by need"] = _rows(narrow, 16, TILT, NEED)
+        else:
+            ways[f"window in 8 bits{note}"] = _rows(wide, 8, RECENT)
         ways |= {f"expected, {bits} bits{note}": _rows(wide, bits, TILT) for bits in (8, 4)}
+        ways |= {f"expected, {bits} bits, by need{note}": _rows(wide, bits, TILT, NEED) for bits in (4, 5)}
     return ways
 
 
 def candidates(config: Any, window: int) -> Ways:
-    """What ``--choose`` compares: bits and tilts at ``BYTES``, and tilts at three times as many."""
+    """What ``--choose`` compares: bits, tilts and shares at ``BYTES``, and tilts at three times as many."""
     ways: Ways = {BARE: {"memory": "none"}}
     for size, note, all_bits in ((BYTES, "", (16, 8, 4)), (3 * BYTES, ", 3 x", (8,))):
         for bits in all_bits:
             for tilt in TILTS:
                 ways[f"{bits} bits, tilt {tilt:g}{note}"] = _rows(fitting(config, size), bits, tilt)
+    for bits in (8, 6, 5, 4):
+        for tilt in TILTS[1:]:
+            ways[f"{bits} bits, tilt {tilt:g}, by need"] = _rows(fitting(config, BYTES), bits, tilt, NEED)
     return ways
 
 
-def _rows(fit: dict[str, int], bits: int, tilt: float) -> dict[str, Any]:
-    return {"memory": "expected", "bits": bits, "rows": fit[str(bits)], "tilt": tilt}
+def _rows(fit: dict[str, int], bits: int, tilt: float, shares: str = "even") -> dict[str, Any]:
+    return {"memory": "expected", "bits": bits, "rows": fit[str(bits)], "tilt": tilt, "shares": shares}
 
 
 def patched(base: Any, ways: Ways, fitted: list[Tensor], window: int) -> dict[str, Any]:
     """A model for each way, all on the same base; what is calibrated is measured once."""
     models, known = {}, None
+    needs: dict[float, Needs] = {}  # by tilt, which decides who is kept
     for name, how in ways.items():
         model = retrofit.patch(base, **{"window": window, "sinks": SINKS, **how}).eval()
         if how["memory"] == "expected":
             if known is None:
-                known = retrofit.patch(base, **{"window": window, "sinks": SINKS, **how, "bits": 8})
+                known = retrofit.patch(base, **{"window": window, "sinks": SINKS, **how, "bits": 8, "shares": "even"})
                 retrofit.calibrate(known, fitted)
             for memory, other in zip(model.model.memories().values(), known.model.memories().values(), strict=True):
                 for key, value in memory.named_parameters():
                     value.copy_(other.get_parameter(key))
+            if how.get("shares") == NEED:
+                tilt = how["tilt"]
+                needs[tilt] = needs.get(tilt) or measure_needs(model, fitted)
+                needs[tilt].give(model)
         models[name] = model
     return models
 
@@ -246,7 +261,8 @@ def beside_the_window(model: Any, bare: Any, dtype: str = "float32") -> int:
     """Bytes per layer beyond the window of ``bare``, for a base in ``dtype``."""
     memory, other = (next(iter(one.model.memories().values())) for one in (model, bare))
     wider = (memory.window - other.window) * 2 * memory.kv_heads * memory.head_dim * WIDTH[dtype]
-    return int(memory.state_bytes(getattr(torch, dtype))) + wider
+    each = [one.state_bytes(getattr(torch, dtype)) for one in model.model.memories().values()]
+    return -(-sum(each) // len(each)) + wider
 
 
 def _answer(models: dict[str, Any], tokenizer: Any, ids: Tensor, say: Say) -> None:

@@ -215,19 +215,16 @@ def window_only(model: Any, window: int | None = None) -> Any:
     """
     if not is_shared(model):
         return baselines.window_only(model, window)
-    memory = MemoryConfig.from_dict(model.config.memory)
-    bare = MemoryConfig.from_dict(
-        {**memory.to_dict(), "kind": "none", "options": {}, "window": memory.window if window is None else window}
-    )
+    bare = MemoryConfig.from_dict(model.config.memory).window_only(window)
     twin, decoder = _shallow(model), _shallow(model.model)
     config = copy.copy(model.config)
     config.memory = bare.to_dict()
     twin.config = decoder.config = config
     layers = [_shallow(layer) for layer in decoder.layers]
-    for layer in layers:
-        if getattr(layer.self_attn, "memory", None) is not None:
+    for layer, settings in zip(layers, bare.of_layers(config), strict=True):
+        if settings is not None:
             layer.self_attn = _shallow(layer.self_attn)
-            layer.self_attn.memory = build_memory(config, bare, "none")
+            layer.self_attn.memory = build_memory(config, settings)
     decoder.layers = nn.ModuleList(layers)
     twin.model = decoder
     return twin

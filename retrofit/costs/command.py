@@ -4,7 +4,20 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofit.options import Bandwidth, Json, Length, Memory, Options, Peak, Sinks, Verbs, Window, pairs
+from retrofit.options import (
+    Bandwidth,
+    Json,
+    Length,
+    Memory,
+    MemoryRecipe,
+    Options,
+    Peak,
+    Sinks,
+    Verbs,
+    Window,
+    of_recipe,
+    pairs,
+)
 
 app = Verbs()
 
@@ -14,6 +27,7 @@ app = Verbs()
     "retrofit estimate --paper",
 )
 def estimate(
+    ctx: typer.Context,
     base: Annotated[
         str | None, typer.Argument(metavar="[BASE]", help="Folder, config.json, Hub id or built-in name.")
     ] = None,
@@ -24,6 +38,7 @@ def estimate(
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
     option: Options = None,
+    recipe: MemoryRecipe = None,
     peak_tflops: Peak = None,
     bandwidth: Bandwidth = None,
     paper: Annotated[bool, typer.Option("--paper", help="The AHN paper's table, counted as the paper counts.")] = False,
@@ -49,7 +64,10 @@ def estimate(
         device = honest.Device(peak_tflops, bandwidth) if peak_tflops and bandwidth else None
         how: dict[str, Any] = {"batch": batch, "dtype": dtype, "device": device}
         how |= pairs("--option", option, taken=("base", "memory", "window", "sinks", "length", *how))
-        rows, said = honest.estimate(str(base), memory, window, sinks, length, **how)
+        of_memory: dict[str, Any] = {"memory": memory, "window": window, "sinks": sinks}
+        if recipe is not None:
+            of_memory = of_recipe(ctx, recipe)
+        rows, said = honest.estimate(str(base), length=length, **of_memory, **how)
         print_table(said, rows, honest.COLUMNS)
         typer.echo(honest.LEGEND)
         if device:

@@ -11,6 +11,7 @@ import torch
 
 from patches.config import MemoryConfig, check_base, keep_their_window, native_window
 from patches.errors import RetrofitError, one_of
+from patches.eviction import Eviction
 from patches.kinds import build_memory, new_memory
 from patches.memory import Memory
 from retrofit.costs.bases import base_config
@@ -62,25 +63,37 @@ def layer_memories(config: Any, settings: MemoryConfig | None) -> list[Memory | 
     A layer that slides in the base counts as sinks + window without sinks. ``settings`` None stands for the base.
     """
     layers = range(config.num_hidden_layers)
-    kinds = [None for _ in layers] if settings is None else settings.layer_kinds(config)
+    each = [None for _ in layers] if settings is None else settings.of_layers(config)
     slides = keep_their_window(config) if native_window(config) is None else set(layers)
     with torch.device("meta"):
-        built = {kind: build_memory(config, settings, kind) for kind in kinds if settings is not None and kind}
-        own = build_memory(config, MemoryConfig("none", config.sliding_window), "none") if slides else None
-    return [built[kind] if kind else own if index in slides else None for index, kind in enumerate(kinds)]
+        own = build_memory(config, MemoryConfig("none", config.sliding_window)) if slides else None
+        built: list[tuple[MemoryConfig, Memory]] = []  # layers that are alike have the same one
+        for one in each:
+            if one is not None and all(one != known for known, _ in built):
+                built.append((one, build_memory(config, one)))
+    return [
+        next((memory for known, memory in built if known == one), own if index in slides else None)
+        for index, one in enumerate(each)
+    ]
 
 
-def cache_parts(config: Any, memory: Memory | None, tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def cache_parts(
+    config: Any, memory: Memory | None, tokens: int, dtype: torch.dtype, exact: int | None = None
+) -> tuple[int, int, int]:
     """Bytes that one sequence of ``tokens`` tokens keeps in one layer: keys and values, write gates, state.
 
     Args:
         memory: the layer's (on any device), or None for full attention.
         dtype: of the base; states and gates are float32 whatever it is.
+        exact: tokens up to which no layer of the model evicts any; beyond, each has its whole window. By default as
+            many as this layer keeps.
     """
     row = row_bytes(config, dtype)
     if memory is None:
         return tokens * row, 0, 0
-    full = tokens > memory.capacity
+    if exact is None or isinstance(memory, Eviction):  # which hold no places for tokens to come
+        exact = memory.capacity
+    full = tokens > exact
     rows = memory.sinks + memory.window if full else tokens
     with torch.device("meta"):
         gates = memory.write_gates(torch.empty(1, 1, config.hidden_size, dtype=dtype))
@@ -100,6 +113,7 @@ def estimate(
     device: Device | None = None,
     layers: list[int] | None = None,
     others: str = "full",
+    by_layer: dict[str, dict[str, Any]] | None = None,
     **options: Any,
 ) -> tuple[list[dict[str, Any]], str]:
     """Rows for full attention, sinks + window, and ``memory`` after ``length`` tokens of ``batch`` sequences.
@@ -108,7 +122,7 @@ def estimate(
         base: anything :func:`retrofit.costs.bases.base_config` takes.
         dtype: of weights and cache; ``"auto"`` is the checkpoint's own.
         device: adds the seconds below which nothing can go on it: operations at its peak, bytes at its bandwidth.
-        layers, others, options: as for :func:`retrofit.patch`.
+        layers, others, by_layer, options: as for :func:`retrofit.patch`.
 
     Returns:
         The rows, and in words what they were computed for.
@@ -122,8 +136,8 @@ def estimate(
     one_of("dtype", dtype, "auto", *DTYPES)
     own = getattr(config, "dtype", None)
     kept = DTYPES[dtype] if dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
-    asked = new_memory(memory, window, sinks, layers, others, options)
-    plain = MemoryConfig("none", window, sinks, layers, others)
+    asked = new_memory(memory, window, sinks, layers, others, options, by_layer=by_layer or {})
+    plain = asked.window_only()
     check_base(config, plain)
     rows = []
     kinds: dict[str, MemoryConfig | None] = {"full": None, "window": plain, memory: asked}
@@ -146,6 +160,7 @@ def estimate(
             row["decode_ms"] = row["decode_bytes"] / (device.bandwidth * 1e9) * 1e3
     precision = str(kept).removeprefix("torch.")
     said = f"{base} ({origin}), {precision}: {batch} x {length:,} tokens, S = {sinks}, W = {window}"
+    said += " or as by_layer says" if asked.by_layer else ""
     return rows, said
 
 
@@ -155,8 +170,9 @@ def costs(
     """Operations to read the prompt, bytes kept after it, bytes that one more token of every sequence moves."""
     shape = Shape.of(config)
     cache = gates = state = rewritten = 0
+    exact = min((memory.capacity for memory in memories if memory is not None), default=None)
     for memory in memories:
-        parts = cache_parts(config, memory, length, dtype)
+        parts = cache_parts(config, memory, length, dtype, exact)
         cache, gates, state = cache + sum(parts), gates + parts[1], state + parts[2]
         if memory is not None and memory.writes_back:
             rewritten += parts[2]

@@ -94,7 +94,6 @@ def _layer(shape: Shape, memory: Memory | None, tokens: int) -> int:
 
 
 def distinct(memories: list[Memory | None]) -> list[tuple[Memory | None, int]]:
-    """Each memory of a model once, with the number of its layers; layers of one kind and window have the same one."""
-    names = [(memory.kind, memory.window) if memory else None for memory in memories]
-    first = dict(zip(reversed(names), reversed(memories), strict=True))
-    return [(memory, names.count(name)) for name, memory in first.items()]
+    """Each memory of a model once, with the number of its layers; layers that are alike have the same one."""
+    first = {id(memory): memory for memory in memories}
+    return [(memory, sum(one is memory for one in memories)) for memory in first.values()]

@@ -11,8 +11,16 @@ def cache_bytes(past_key_values: Any) -> int:
 
 
 def state_bytes(model: Any) -> int:
-    """Bytes of one layer's memory state for one sequence (of the largest layer); sinks and window not counted."""
-    return max(memory.state_bytes(model.dtype) for memory in model.model.memories().values())
+    """Bytes of one layer's memory state for one sequence, sinks and window not counted.
+
+    The mean over the layers that have the memory, rounded up, where they are not alike.
+    """
+    kept = [
+        memory.state_bytes(model.dtype)
+        for memory in model.model.memories().values()
+        if memory.kind == model.config.memory["kind"]
+    ]
+    return -(-sum(kept) // len(kept))
 
 
 def row_bytes(config: Any, dtype: torch.dtype) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from patches.errors import RetrofitError
 from retrofit.adapter import load_adapter
+from retrofit.costs.held import state_bytes
 from retrofit.evaluation.baselines import equal_memory_window, window_only
 from retrofit.families import is_retrofit
 from retrofit.loading import check_vocabulary, load_base, load_config, load_tokenizer
@@ -32,8 +33,8 @@ class Contender:
 
     @property
     def window(self) -> int | None:
-        """W, or None for the teacher."""
-        return None if self.teacher else int(self.model.config.memory["window"])
+        """W, the narrowest where layers have windows of their own; None for the teacher."""
+        return None if self.teacher else min(memory.window for memory in self.model.model.memories().values())
 
 
 def contenders(memories: dict[str, Any]) -> list[Contender]:
@@ -53,7 +54,7 @@ def contenders(memories: dict[str, Any]) -> list[Contender]:
     equal = [
         Contender(EQUAL if len(windows) == 1 else f"{EQUAL} as {row.name}", window_only(row.model, window))
         for window, row in reversed(windows.items())
-        if window > row.model.config.memory["window"]
+        if state_bytes(row.model)
     ]
     return [teacher, Contender(WINDOW_ONLY, bare), *equal, *named]
 
@@ -113,8 +114,7 @@ def ready(rows: Sequence[Contender]) -> Iterator[None]:
 
 def lossless(rows: Sequence[Contender]) -> int:
     """S + W of the narrowest window: what comes before it all rows compute alike."""
-    budgets = [row.model.config.memory for row in rows if not row.teacher]
-    return min(memory["window"] + memory["sinks"] for memory in budgets)
+    return min(row.window + row.model.config.memory["sinks"] for row in rows if row.window is not None)
 
 
 def _name(adapter: str) -> str:

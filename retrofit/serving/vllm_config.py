@@ -72,11 +72,18 @@ def refuse(vllm_config: Any) -> None:
             raise RetrofitError(reason)
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
     memory = MemoryConfig.from_dict(config.memory)
-    if None in memory.layer_kinds(config):
+    if memory.by_layer:
+        raise RetrofitError(
+            "layers of this model have windows or options of their own (by_layer), and the plugin sorts the sequences "
+            "of a step by one window for all layers: use retrofit serve --engine transformers"
+        )
+    each = [one for one in memory.of_layers(config) if one is not None]
+    if len(each) < config.num_hidden_layers:
         raise RetrofitError(
             f"only layers {memory.patched_layers(config)} of this model have a memory and the others keep the base's "
             "own attention, which the plugin cannot serve: use retrofit serve --engine transformers, or patch a base "
             "of full attention alone with others='window'"
         )
     with torch.device("meta"):
-        page_fields(build_memory(config, memory, memory.kind), dtype)  # raises if there is no such page
+        for one in each:
+            page_fields(build_memory(config, one), dtype)  # raises if there is no such page

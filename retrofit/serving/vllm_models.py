@@ -43,8 +43,8 @@ class Served(Host):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = vllm_config.model_config.hf_config
         settings = MemoryConfig.from_dict(config.memory)
-        kinds = settings.layer_kinds(config)
-        rotates = getattr(config, "no_rope_layers", None) or [True] * len(kinds)
+        each = settings.of_layers(config)
+        rotates = getattr(config, "no_rope_layers", None) or [True] * len(each)
         layers = vllm_config.compilation_config.static_forward_context
         rotary = LlamaRotaryEmbedding(config)
         if settings.rotary_dtype is not None:
@@ -55,7 +55,7 @@ class Served(Host):
             # the memory's parameters are float32 whatever the model's dtype
             default = torch.get_default_dtype()
             torch.set_default_dtype(torch.float32)
-            memory = build_memory(config, settings, kinds[index] or "none")
+            memory = build_memory(config, each[index] or settings.window_only())
             torch.set_default_dtype(default)
             name = f"{maybe_prefix(prefix, 'model')}.layers.{index}.self_attn"
             layer.self_attn = MemoryAttention(stock, name, memory.requires_grad_(False), rotary, bool(rotates[index]))

@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from patches.kinds import KINDS
 from tests.conftest import tiny_base
-from tests.helpers import VARIANTS, awake, capacity, close, feed, left_mask, logits, positions, tokens
+from tests.helpers import SIZE, VARIANTS, W, awake, capacity, close, feed, left_mask, logits, positions, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
 LENGTH = 25
@@ -66,6 +67,28 @@ def test_memory_on_some_layers(partner: PreTrainedModel, kind: str, layer: int, 
     model = awake(partner.double(), kind, layers=[layer], others=others)
     ids = tokens(2, LENGTH)
     close(feed(model, ids, SIZES[1])[0], logits(model, ids))
+
+
+@pytest.mark.parametrize("windows", [(4, 13), (W, W)])
+def test_windows_and_options_by_layer(partner: PreTrainedModel, kind: str, windows: tuple[int, int]) -> None:
+    """In pieces as in one call; and each layer gives what it gives in a model whose layers are all like it."""
+    each = [{"window": windows[0], **SIZE.get(kind, {})}, {"window": windows[1]}]
+    model = awake(partner.double(), kind, by_layer={str(index): other for index, other in enumerate(each)})
+    ids = tokens(2, LENGTH)
+    inputs: dict[int, tuple[dict[str, Any], Tensor]] = {}
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_hook(
+            lambda _, args, kwargs, out, index=index: inputs.update({index: (kwargs, out[0])}), with_kwargs=True
+        )
+    whole = logits(model, ids)
+    there = dict(inputs)
+    for sizes in SIZES:
+        close(feed(model, ids, sizes)[0], whole)
+    for index, (kwargs, out) in there.items():
+        alike = awake(partner, kind, **each[index])
+        attention = alike.model.layers[index].self_attn
+        attention.memory.load_state_dict(model.model.layers[index].self_attn.memory.state_dict())
+        close(attention(**{**kwargs, "attention_mask": None, "memory_pass": alike.model.plan(ids)})[0], out)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from patches.kinds import KINDS
 from tests.conftest import tiny_base
-from tests.helpers import ON_A_WINDOW, awake, close, feed, left_mask, logits, positions, tokens
+from tests.helpers import ON_A_WINDOW, SIZE, awake, close, feed, left_mask, logits, positions, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
 # beyond the capacity of 10, just there, below it, fewer tokens than sinks
@@ -50,6 +50,15 @@ def test_memory_on_some_layers(kind: str, others: str, make_base: MakeBase) -> N
     model = awake(make_base("Qwen2", attn_implementation="eager"), kind, layers=[1], others=others, push=0.03)
     ids, mask = tokens(5, TOTAL), left_mask(LENGTHS, TOTAL)
     assert_rows_are_alone(model, feed(model, ids, [7, 6, 1, 1, 15], mask, where=positions(mask))[0], ids, LENGTHS)
+
+
+def test_windows_and_options_by_layer(kind: str, make_base: MakeBase) -> None:
+    by_layer = {"0": {"window": 4}, "1": {"window": 11, **SIZE.get(kind, {})}}
+    model = awake(make_base("Qwen3").double(), kind, by_layer=by_layer)
+    ids, mask = tokens(5, TOTAL), left_mask(LENGTHS, TOTAL)
+    where = positions(mask)
+    assert_rows_are_alone(model, logits(model, ids, mask, where), ids, LENGTHS)
+    assert_rows_are_alone(model, feed(model, ids, [7, 6, 1, 1, 15], mask, where=where)[0], ids, LENGTHS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -174,6 +174,16 @@ def test_an_empty_cache_takes_the_new_window(model: Any) -> None:
     close(feed(model, ids, [12, 13], cache=cache)[0], logits(model, ids))
 
 
+def test_one_window_for_layers_with_windows_of_their_own(model: Any) -> None:
+    by_layer = {"1": {"window": 5}}
+    own = retrofit.patch(model, model.config.memory["kind"], W, S, by_layer=by_layer)
+    own.set_window(W, S + 1)
+    assert [(memory.window, memory.sinks) for memory in own.model.memories().values()] == [(W, S + 1), (5, S + 1)]
+    assert own.config.memory["by_layer"] == by_layer
+    with pytest.raises(RetrofitError, match="windows of their own"):
+        own.set_window(W + 1)
+
+
 def test_the_base_adding_to_our_cache(model: Any, make_base: MakeBase) -> None:
     base = make_base("Qwen2")
     _, cache = feed(model, tokens(1, 30), [30])

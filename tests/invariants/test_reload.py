@@ -43,6 +43,8 @@ def models(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
     tied.float().save_pretrained(folder / "tied")  # a cast when loading leaves the rotary table alone
     found["loaded in bfloat16"] = awake(str(folder / "tied"), "ahn-gdn", model_kwargs={"dtype": torch.bfloat16}), {}
     found["some layers"] = awake(tiny_base("Llama"), "ahn-dn", layers=[1], others="window"), {}
+    by_layer = {"0": {"window": 4}, "1": {"window": 11, "rows": 3}}
+    found["by layer"] = awake(tiny_base("Mistral", sliding_window=64), "expected", by_layer=by_layer), {}
     found["native window"] = awake(tiny_base("Mistral", sliding_window=64), "ahn-gdn"), {}
     return found
 

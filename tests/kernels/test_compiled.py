@@ -31,9 +31,10 @@ def decoded(model: Any, step: Any, ids: Tensor) -> tuple[Tensor, Any]:
     return torch.cat([step(token, past_key_values=cache).logits for token in tokens], 1), cache
 
 
-@pytest.mark.parametrize("kind", COMPILED)
+@pytest.mark.parametrize("kind", [*COMPILED, "joint, by layer"])
 def test_a_step_is_one_graph(kind: str) -> None:
-    model = awake(tiny_base("Qwen2"), kind)
+    kind, by_layer = kind.split(",")[0], {"1": {"window": W // 2, "features": 6}} if "," in kind else {}
+    model = awake(tiny_base("Qwen2"), kind, by_layer=by_layer)
     ids, counter = tokens(2, LENGTH + NEW), CompileCounterWithBackend("aot_eager")
     plain, _ = decoded(model, model, ids)
     found, cache = decoded(model, torch.compile(model, fullgraph=True, backend=counter), ids)

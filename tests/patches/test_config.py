@@ -16,12 +16,53 @@ GOOD: dict[str, Any] = {"kind": "ahn-gdn", "window": 8, "sinks": 2}
 def test_json_round_trip() -> None:
     config = MemoryConfig("ahn-dn", 8, 2, [1, 0, 1], "window", {}, "user/base", "abc", "bfloat16")
     assert config.layers == [0, 1]
+    assert "by_layer" not in config.to_dict()  # files of models whose layers are alike stay as they were
     assert MemoryConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_what_single_layers_have_otherwise() -> None:
+    base = LlamaConfig(num_hidden_layers=6)
+    by_layer = {0: {"window": 3}, "2-3": {"window": 20, "rows": 5}}
+    config = MemoryConfig("expected", 8, 2, options={"rows": 9, "bits": 8}, by_layer=by_layer)
+    assert MemoryConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    each = config.of_layers(base)
+    assert [one and one.window for one in each] == [3, 8, 20, 20, 8, 8]
+    assert [one and one.options for one in each] == [{"rows": rows, "bits": 8} for rows in (9, 9, 5, 5, 9, 9)]
+    assert [one and (one.kind, one.window) for one in config.window_only().of_layers(base)][2] == ("none", 20)
+    assert [one and one.window for one in config.window_only(7).of_layers(base)] == [7] * 6
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"by_layer": {"6": {"window": 3}}}, r"6 is not a layer of this base \(0 to 5\)"),
+        ({"by_layer": {"1": {"window": 3}}, "layers": [0]}, "layer 1 keeps the base's own attention"),
+        ({"by_layer": {"1": {"x": 3}}, "layers": [0], "others": "window"}, "layer 1 has no memory: give it a window"),
+    ],
+)
+def test_layers_that_cannot_be_otherwise(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(RetrofitError, match=says):
+        check_base(LlamaConfig(num_hidden_layers=6), MemoryConfig(**GOOD, **more))
+
+
+def test_the_widest_window_must_fit_a_native_one() -> None:
+    config = LlamaConfig(num_hidden_layers=2)
+    config.sliding_window = 10
+    with pytest.raises(RetrofitError, match=r"choose window \+ sinks <= 10 \(now 9 \+ 2\)"):
+        check_base(config, MemoryConfig(**{**GOOD, "by_layer": {"1": {"window": 9}}}))
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"by_layer": [1]}, "write it as"),
+        ({"by_layer": {"a": {"window": 3}}}, "is not understood: write it as"),
+        ({"by_layer": {True: {"window": 3}}}, "is not understood: write it as"),
+        ({"by_layer": {"5-3": {"window": 3}}}, "is not understood: write it as"),
+        ({"by_layer": {"0": 3}}, "is not understood: write it as"),
+        ({"by_layer": {"0": {1: 3}}}, "is not understood: write it as"),
+        ({"by_layer": {"0-2": {}, "2": {"window": 3}}}, "layer 2 is named twice"),
+        ({"by_layer": {"0": {"window": 0}}}, "1 or more"),
         ({"window": 0}, "1 or more"),
         ({"window": -3}, "1 or more"),
         ({"window": 8.0}, "whole number"),
@@ -73,8 +114,14 @@ def test_layers_that_the_model_has_not(layers: list[int]) -> None:
 def test_layers_that_slide_beside_others_keep_their_window() -> None:
     config = Qwen2Config(num_hidden_layers=3, use_sliding_window=True, sliding_window=4, max_window_layers=2)
     assert config.layer_types == ["full_attention", "full_attention", "sliding_attention"]
-    assert MemoryConfig("joint", 8).layer_kinds(config) == ["joint", "joint", None]
-    assert MemoryConfig("joint", 8, layers=[0], others="window").layer_kinds(config) == ["joint", "none", None]
+    each = (
+        MemoryConfig("joint", 8).of_layers(config),
+        MemoryConfig("joint", 8, layers=[0], others="window").of_layers(config),
+    )
+    assert [[one and one.kind for one in layers] for layers in each] == [
+        ["joint", "joint", None],
+        ["joint", "none", None],
+    ]
     check_base(config, MemoryConfig("joint", 8))
     with pytest.raises(RetrofitError, match="layer 2 of this base has a window of its own and keeps it"):
         check_base(config, MemoryConfig("joint", 8, layers=[0, 2]))

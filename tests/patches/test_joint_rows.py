@@ -76,7 +76,7 @@ def test_bytes(make_base: MakeBase, options: dict[str, Any], bytes_: int) -> Non
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"bits": 5}, "bits=5"),
+        ({"bits": 7}, "bits=7"),
         ({"branches": "delta"}, "one of both, linear"),
         ({"row": 5}, "did you mean 'rows'"),
     ],

@@ -16,7 +16,7 @@ from patches.errors import RetrofitError
 from patches.kinds import KINDS
 from retrofit.adapter import CONFIG, PEFT_TYPE, WEIGHTS
 from retrofit.export import export_model
-from tests.helpers import S, W, awake, capacity, logits, tokens
+from tests.helpers import SIZE, S, W, awake, capacity, logits, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
 IDS = tokens(2, 30)
@@ -51,6 +51,16 @@ def test_it_comes_back(family: str, kind: str, make_base: MakeBase, tmp_path: Pa
     trained = [name for name, p in model.memory_parameters() if p.requires_grad]  # what is calibrated is not
     assert [name for name, p in again.memory_parameters() if p.requires_grad] == trained
     assert bool(trained) == KINDS[kind].trainable
+
+
+@pytest.mark.parametrize("kind", ["none", *SIZE])
+def test_windows_and_options_by_layer_come_back(kind: str, make_base: MakeBase, tmp_path: Path) -> None:
+    model = awake(make_base("Qwen2"), kind, by_layer={"0-1": {"window": 5, **SIZE.get(kind, {})}})
+    retrofit.save_adapter(model, tmp_path / "adapter")
+    again = retrofit.load_adapter(make_base("Qwen2"), tmp_path / "adapter")
+    assert again.config.memory == model.config.memory
+    assert [memory.window for memory in again.model.memories().values()] == [5, 5]
+    assert torch.equal(logits(again, IDS), logits(model, IDS))
 
 
 def test_on_a_base_by_path_and_on_a_patched_model(saved: Path, make_base: MakeBase, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from retrofit.costs.estimate import Device, cache_parts, estimate, layer_memorie
 from retrofit.costs.flops import Shape, forward_flops
 from retrofit.costs.paper import paper_rows
 from tests.conftest import FAMILIES
-from tests.helpers import S, W, awake, feed, tokens
+from tests.helpers import SIZE, S, W, awake, feed, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
 
@@ -101,6 +101,20 @@ def test_layers_without_the_memory_are_counted_as_what_they_are(make_base: MakeB
         rows, _ = estimate(str(tmp_path), "ahn-gdn", W, S, 50, layers=[0], others=others, batch=3)
         _, cache = feed(retrofit.patch(base, "ahn-gdn", W, S, layers=[0], others=others), tokens(3, 50), [50])
         assert rows[-1]["cache_bytes"] == retrofit.cache_bytes(cache)
+
+
+@pytest.mark.parametrize("kind", ["none", "ahn-gdn", "expected", "kvm", "h2o"])
+def test_windows_and_options_by_layer_are_counted(kind: str, make_base: MakeBase, tmp_path: Path) -> None:
+    base = make_base("Llama")
+    base.save_pretrained(tmp_path)
+    by_layer = {"0": {"window": 4, **SIZE.get(kind, {})}, "1": {"window": 13}}
+    for length in (6, 7, 15, 90) if kind != "h2o" else (6, 7, 90):  # at 15, one of its layers drops and one does not
+        rows, _ = estimate(str(tmp_path), kind, W, S, length, by_layer=by_layer)
+        _, cache = feed(retrofit.patch(base, kind, W, S, by_layer=by_layer), tokens(1, length), [length])
+        assert rows[-1]["cache_bytes"] == retrofit.cache_bytes(cache), length
+    model = retrofit.patch(base, kind, W, S, by_layer=by_layer)
+    state = sum(memory.state_bytes(model.dtype) for memory in model.model.memories().values())
+    assert retrofit.state_bytes(model) == -(-state // 2)
 
 
 def test_layers_that_slide_keep_their_own_window(make_base: MakeBase, tmp_path: Path) -> None:

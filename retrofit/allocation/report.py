@@ -1,0 +1,117 @@
+"""`retrofit allocate` from a checkpoint and a text to tables and a recipe."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from patches.errors import RetrofitError
+from retrofit.evaluation.perplexity import read_sequences
+from retrofit.evaluation.scores import gap_closed
+from retrofit.families import is_retrofit
+from retrofit.loading import load_base, load_config, load_tokenizer
+
+from .allocate import Allocation, allocate
+from .recipe import write_memory
+
+LAYERS = {
+    "layer": ("layer", "d"),
+    "share": ("share of the gap", ".1%"),
+    "window": ("window", ",d"),
+    "rows": ("rows", ",d"),
+    "bytes": ("bytes", ",d"),
+}
+GAPS = {
+    "name": ("", ""),
+    "sizes": ("sizes", ""),
+    "kl": ("KL, chosen on", ".4f"),
+    "kl_held_out": ("KL, held out", ".4f"),
+    "gap_closed": ("gap closed", ".1%"),
+}
+WINDOW = "window alone"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Tables for the terminal as (title, rows, columns), the recipe's text, and what it says in short."""
+
+    tables: list[tuple[str, list[dict[str, Any]], dict[str, tuple[str, str]]]]
+    recipe: str
+    said: str
+
+
+def report(
+    source: str,
+    data: str,
+    budget: int,
+    kind: str,
+    sinks: int,
+    options: dict[str, Any],
+    rows: int,
+    length: int,
+    dtype: str,
+    say: Callable[[str], None],
+) -> Found:
+    """Read ``rows`` rows of ``length`` tokens to choose on and as many others, allocate, and put it into tables.
+
+    Args:
+        source: the base's checkpoint.
+        data: anything :func:`read_sequences` takes.
+        dtype: in which bytes are counted; ``"auto"`` is the checkpoint's own.
+        others: as for :func:`retrofit.allocation.allocate.allocate`.
+
+    Raises:
+        RetrofitError: too little text, a base that has a memory already, or as :func:`allocate`.
+    """
+    own = getattr(load_config(source), "dtype", None)
+    texts = read_sequences(data, load_tokenizer(source), length=length)
+    if len(texts) < 2 * rows:
+        raise RetrofitError(
+            f"{data} holds {len(texts)} rows of {length} tokens, and {2 * rows} are wanted, half of them to report on: "
+            "give more text, fewer --rows or a shorter --length"
+        )
+    texts = texts[torch.linspace(0, len(texts) - 1, 2 * rows).round().long()]
+    counted = getattr(torch, dtype) if dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
+    gpu = torch.cuda.is_available()
+    # a CPU is no slower in float32, in which a single layer's share is not lost among rounding errors
+    base = load_base(source, dtype=counted if gpu else torch.float32).eval().to("cuda" if gpu else "cpu")
+    if is_retrofit(base):
+        raise RetrofitError(f"{source} has a memory already: give the base that it was made from")
+    how: dict[str, Any] = {"sinks": sinks, "options": options, "dtype": counted, "say": say}
+    found = allocate(base, kind, budget, texts[::2], texts[1::2], **how)
+    layers, gaps = layer_rows(found), gap_rows(found, kind)
+    plan = (found.memory or found.window)["need"]
+    precision = str(counted).removeprefix("torch.")
+    said = "equal sizes, which nothing beat on the rows to choose on" if plan.even else "sizes by need"
+    title = f"{source}: {budget:,} bytes per layer in {precision}, sinks left out"
+    notes = (
+        f"retrofit allocate {source} --data {data} --bytes {budget} --memory {kind}\n{said}; KL to full attention:\n"
+    )
+    notes += "\n".join(f"{row['name']}, {row['sizes']}: {row['kl_held_out']:.4f} on held-out rows" for row in gaps)
+    tables = [
+        (title, layers, LAYERS),
+        (f"{rows} rows of {length} tokens to choose on, {rows} others held out", gaps, GAPS),
+    ]
+    return Found(tables, write_memory(found.recipe, notes), said)
+
+
+def layer_rows(found: Allocation) -> list[dict[str, Any]]:
+    """The recipe, layer by layer."""
+    sizes = found.sizes
+    return [
+        {"layer": layer, "share": found.share[layer], "window": size.window, "rows": size.rows, "bytes": size.bytes}
+        for layer, size in sizes.items()
+    ]
+
+
+def gap_rows(found: Allocation, kind: str) -> list[dict[str, Any]]:
+    """KLs, and how much of that of the even window each closes."""
+    rows = []
+    for name, plans in ((WINDOW, found.window), (kind, found.memory)):
+        for key, plan in (plans or {}).items():
+            sizes = "even" if key == "even" else "by need" + (" (even)" if plan.even else "")
+            closed = gap_closed(plan.kl_held_out, found.window["even"].kl_held_out)
+            figures = {"kl": plan.kl, "kl_held_out": plan.kl_held_out, "gap_closed": closed}
+            rows.append({"name": name, "sizes": sizes, **figures})
+    return rows

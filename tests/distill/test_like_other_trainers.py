@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from distill import DistillTrainer, distill
 from distill.checkpoint import checkpoints
-from distill.data.rows import ByLength
+from distill.data.rows import ByLength, ChatRows, DocumentRows, PackedRows
 from distill.data.split import load_rows
 from distill.objective import attention_outputs
 from distill.preflight import check_recipe
@@ -97,17 +97,14 @@ def test_rows_of_like_length_come_together_and_in_the_same_order_again(recipe: R
 
 def test_lengths_are_known_without_reading_a_row(tmp_path: Path, chat_tokenizer: Any, datasets_cache: Path) -> None:
     texts = [{"text": "abc" * (5 + number % 9)} for number in range(40)]
-    talks = [
-        [{"role": role, "content": "abc" * (1 + number % 5)} for role in ("user", "assistant")] for number in range(30)
-    ]
-    for name, rows in {"a": texts, "b": [{"messages": talk} for talk in talks]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "c.txt").write_text("some words " * 40)
-    mix = {str(tmp_path / name): 0.7 for name in ("b.jsonl", "c.txt")}
+    said = ["abc" * (1 + number % 5) for number in range(30)]
+    talks = [{"messages": [{"role": role, "content": text} for role in ("user", "assistant")]} for text in said]
+    for name, lines in {"a": texts, "b": talks}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    mix = {str(tmp_path / "b.jsonl"): 0.7}
     found = load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, seq_len=20, packing=False, mix=mix)
-    kinds = {type(part).__name__ for part in found.train.parts}
-    assert kinds == {"DocumentRows", "ChatRows", "PackedRows"}
-    for rows in (found.train, found.held_out, found.held_out.head(3)):
+    assert [type(part) for part in found.train.parts] == [DocumentRows, ChatRows]
+    for rows in (found.train, found.held_out, found.held_out.head(3), PackedRows(torch.arange(100), 30)):
         assert rows.lengths() == [len(rows[index]["input_ids"]) for index in range(len(rows))]
 
 

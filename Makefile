@@ -49,7 +49,7 @@ test: $(READY)
 
 # fla's Triton kernels in Triton's interpreter, on a CPU: minutes
 test-kernels: $(VENV)/kernels/.ready
-	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_fla.py tests/kernels/test_models.py tests/kernels/test_invariants.py
+	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_fla.py tests/kernels/test_models.py tests/kernels/test_kvm.py tests/kernels/test_invariants.py
 
 # in a folder of their own: the other tests run without them, as most users do
 $(VENV)/kernels/.ready: $(READY)

@@ -98,6 +98,8 @@ def allocate(
     sizer = Sizer(base.config, kind, sinks, options, dtype or base.dtype)
     if sizer.option in options:
         raise RetrofitError(f"{sizer.option}: that is what is allocated: leave it out")
+    if "shares" in options:
+        raise RetrofitError("shares: with need, calibration would spread the rows once more: leave it out")
     work = _Work(base, sizer, budget, texts, held_out, say)
     window = work.plans(Sizer(base.config, "none", sinks, {}, sizer.dtype))
     own = window if kind == "none" else work.plans(sizer)

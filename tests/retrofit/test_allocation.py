@@ -132,6 +132,18 @@ def test_a_recipe_that_is_distilled(byte_checkpoint: Path, tmp_path: Path) -> No
     file = tmp_path / "need.yaml"
     file.write_text(write_memory(memory, "made by hand"))
     assert load_recipe(file).by_layer == memory["by_layer"]
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    few = ["--steps", "3", "--local-steps", "1", "--seq-len", "48", "--set", "eval_rows=2"]
+    line = ["distill", file, "--base", byte_checkpoint, "--data", tmp_path / "text.txt", *few]
+    refused(run(*line, "--by-layer", "{1: {wndow: 3}}", "-o", tmp_path / "run"), "no option 'wndow'")
+    refused(run(*line, "--by-layer", "{5: {window: 3}}", "-o", tmp_path / "run"), "5 is not a layer of this base")
+    refused(run(*line, "--window-sampling", "ahn", "-o", tmp_path / "run"), "leave the windows out of by_layer")
+    result = run(*line, "-o", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    fitted = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    again = retrofit.load_adapter(str(byte_checkpoint), tmp_path / "run" / "adapter")
+    assert [one.window for one in fitted.model.memories().values()] == [9, 4]
+    assert torch.equal(logits(fitted, tokens(1, 30)), logits(again, tokens(1, 30)))
     model = retrofit.patch(str(byte_checkpoint), **read_memory(file))
     assert [one.window for one in model.model.memories().values()] == [9, 4]
     assert logits(model, tokens(1, 30)).isfinite().all()

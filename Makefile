@@ -18,16 +18,19 @@ VLLM_VENV ?= .venv-vllm
 # presses: what distill/demo/presses.py takes, for example "--rows 1 --kept 164"
 PRESSES_ARGS ?=
 
+# test-faults: how often a run is killed
+KILLS ?= 200
+
 # test-versions: exports are made under the transformers of .venv, and loaded under these; 5.16 to 5.19 are vLLM's
 TRANSFORMERS ?= 5.0.0 5.16.1 5.19.0
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo real presses test test-kernels test-vllm test-versions gpu fuzz lint format clean
+.PHONY: help setup demo real presses test test-kernels test-vllm test-versions test-faults gpu fuzz lint format clean
 
 help:
-	@echo "make demo | real | presses | test | test-kernels | test-vllm | test-versions | gpu | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
+	@echo "make demo | real | presses | test | test-kernels | test-vllm | test-versions | test-faults | gpu | fuzz | lint | format | clean    (variables: PYTHON, TORCH, PIP_ARGS, PYTEST_ARGS)"
 
 setup: $(READY)
 
@@ -46,7 +49,7 @@ test: $(READY)
 
 # fla's Triton kernels in Triton's interpreter, on a CPU: minutes
 test-kernels: $(VENV)/kernels/.ready
-	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_fla.py tests/kernels/test_models.py
+	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels/test_fla.py tests/kernels/test_models.py tests/kernels/test_kvm.py tests/kernels/test_invariants.py
 
 # in a folder of their own: the other tests run without them, as most users do
 $(VENV)/kernels/.ready: $(READY)
@@ -88,6 +91,10 @@ $(VENV)/presses/.ready:
 	$(VENV)/presses/bin/python -m pip install $(PIP_ARGS) "$(TORCH)"
 	$(VENV)/presses/bin/python -m pip install $(PIP_ARGS) "kvpress==0.5.5" "transformers==5.2.*"
 	@touch $@
+
+# runs that are killed 200 times, hang, or lose their disk or data for a while: half an hour
+test-faults: $(READY)
+	RETROFIT_FAULTS=$(KILLS) $(BIN)/python -m pytest -n 0 -s tests/distill/faults
 
 # on a GPU: are the kernels right, and how fast is what, in ten minutes; without one a dry run, seconds
 gpu: $(READY)

@@ -53,6 +53,8 @@ class DistillArguments(TrainingArguments):
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN and Inf losses in the log."})
     # our loss gives every parameter a gradient at every step: no search through the graph for those it left out
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "As in transformers."})
+    # none of a model's buffers changes, and a process that waits for them cannot be told from one that hangs
+    ddp_broadcast_buffers: bool | None = field(default=False, metadata={"help": "As in transformers."})
     metric_for_best_model: str | None = field(default=None, metadata={"help": "As in transformers; kl by default."})
     greater_is_better: bool | None = field(default=None, metadata={"help": "As in transformers; by the metric's name."})
 

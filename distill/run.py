@@ -26,7 +26,7 @@ from distill.data.split import Split, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
 from distill.model import build_model, calibrate_on
-from distill.parallel import EXIT_STATUS
+from distill.parallel import EXIT_STATUS, pulse
 from distill.parallel.processes import Processes, join, launch_of, trainer_settings
 from distill.parallel.zero import agreeing, find_config, whole
 from distill.preflight import check_recipe, reporters
@@ -75,7 +75,8 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         SystemExit: with status 130, when interrupted.
     """
     base, data, output = recipe.places()
-    resume = resume or began_by(output, launch_of(first=False))
+    ours = began_by(output, launch_of(first=False))
+    resume = resume or (ours and (output / RECIPE_FILE).is_file())
     engine = find_config(recipe.deepspeed)
     processes = join(deepspeed=engine is not None)
     console = Console(stderr=True, quiet=not processes.main)
@@ -85,7 +86,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         check_same_recipe(recipe, output)
     elif processes.main:
         read = [name for name in (base, recipe.init_adapter, recipe.deepspeed) if name is not None]
-        check_output(output, overwrite, inputs=read, data=recipe.sources)
+        check_output(output, overwrite or ours, inputs=read, data=recipe.sources)
     # the main process looks for all: what one finds while another is at work would differ
     checkpoint = processes.same(last_whole(output, console) if resume and processes.main else None)
     check_recipe(recipe)
@@ -137,8 +138,8 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         """Write the first files, when nothing can be refused any more."""
         if processes.main and not resume:
             _clear(output)
+            write_json(output / DATA_FILE, found | {"launch": launch_of()})  # first: whose the folder is from here on
             write_text(output / RECIPE_FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
-            write_json(output / DATA_FILE, found | {"launch": launch_of()})
 
     fit = _Fit(model, recipe, split, checkpoint, processes, console)
     try:
@@ -287,6 +288,7 @@ class _Fit:
                     f"{checkpoint} holds objects other than tensors, which could run code when they are read: delete "
                     "it, and --resume from the one before"
                 ) from None
+        pulse.rest()
         if stop.stopped:
             raise KeyboardInterrupt
         return trainer, trainer.state

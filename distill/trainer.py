@@ -24,7 +24,7 @@ from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective, tokens_of
 from distill.offload import offloaded
-from distill.parallel import fsdp
+from distill.parallel import fsdp, pulse
 from distill.parallel.zero import keep_base_out, partition, window_only
 from distill.schedules import in_stages
 from distill.unsupported import refuse_unsupported
@@ -145,7 +145,9 @@ class DistillTrainer(Trainer):
 
         Draws the step's window too, since the count depends on it.
         """
+        pulse.beat()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        pulse.beat()
         if any("labels" not in batch for batch in batches):
             raise RetrofitError(
                 "rows need 'labels' beside 'input_ids': the same ids, with -100 where there is nothing to learn"
@@ -188,7 +190,9 @@ class DistillTrainer(Trainer):
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         # around the backward pass too: gradient checkpointing runs the forward again there
         with self._windowed(self._step_window):
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        pulse.beat()
+        return loss
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -211,6 +215,7 @@ class DistillTrainer(Trainer):
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}{_named(inputs)}: the run stopped "
                 "before this step was applied; look at these rows, or start again with a smaller learning rate"
             )
+        pulse.beat()  # a process that is here waits for the others' gradients next
         return (loss, {}) if return_outputs else loss
 
     @contextmanager
@@ -303,6 +308,7 @@ class DistillTrainer(Trainer):
         if data is not None and self.args.world_size > 1 and hasattr(data, "__len__"):
             data = EvenRows(data, self.args.eval_batch_size * self.args.world_size)
         for batch in map(self._prepare_inputs, self.get_eval_dataloader(data)):
+            pulse.beat()
             yield batch, Objective(label_shift=self.args.label_shift).scored(batch["labels"], sum(self.window))
 
     # ---- checkpoints ----

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from .errors import RetrofitError, nearest
 from .fla_ops import load_gated_delta_rule, load_linear_attention
+from .kvm_merge import load_merge, merge
 from .modules import unit
 from .precision import cast
 from .scan import delta_step, linear_step
@@ -292,6 +293,8 @@ TABLE: list[Kernel] = [
     Kernel("window_attention", "flash", needs_flash(_flash_window), ("cuda",), HALVES),
     Kernel("window_attention", "flex", needs_flex(_flex_window), ("cuda",), SINGLES),
     Kernel("decode_attention", "flash", needs_flash(_flash_decode), ("cuda",), HALVES, gradients=False),
+    Kernel("merge", "triton", load_merge, ("cuda",), (torch.float32,)),
+    Kernel("merge", "torch", lambda device, gradient: merge),
     Kernel("gated_delta_rule", "torch", lambda device, gradient: _torch_delta),
     Kernel("linear_attention", "torch", lambda device, gradient: _torch_linear),
     Kernel("window_attention", "torch", lambda device, gradient: _torch_window),

@@ -90,6 +90,7 @@ class RotaryKeys:
     origin: Tensor
     bias: Tensor | None
     positions: str
+    cosine = True
 
     def written(self, k: Tensor, index: Tensor) -> Tensor:
         k = k.to(wide(k.dtype))

@@ -13,11 +13,18 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.nn.functional import pad as fill
 
-ROUNDINGS = 64  # likenesses that differ by less, in units of the last place of 1, are equal
+from .kernels import choose as kernel
+from .kvm_merge import add_to_rows, first_best, roundings
 
 
 class Keys(Protocol):
-    """In which form keys are summed, compared and read."""
+    """In which form keys are summed, compared and read.
+
+    Attributes:
+        cosine: whether :meth:`address` is the direction of the sum, and :meth:`probe` that of the key.
+    """
+
+    cosine: bool
 
     def written(self, k: Tensor, index: Tensor) -> Tensor:
         """What is summed, of cached keys ``k`` (B, H_kv, n, D) at ``index`` (1 or B, n); float32 or wider."""
@@ -134,17 +141,19 @@ def absorb(
     >>> absorb(row, blocks, 0, plain, before=[1], after=[2], active=[True])[0, 0, :, :3].tolist()
     [[3.0, 3.0, 2.0], [-1.0, -1.0, 1.0]]
     """
+    written = blocks.joining[number]
+    full = before == after == [rows.shape[2]] * len(before)
+    if full and keys.cosine and not barred:
+        written = _where(active, written)
+        return kernel("merge", rows, written)(rows, blocks.probe[number], written, blocks.head)
     with torch.no_grad():
         target, founds = choose(rows, blocks, number, keys, before, after, barred)
-    written = blocks.joining[number]
     if founds is not None:
         written = torch.where(founds.unsqueeze(-1), blocks.founding(number), written)
-    if not all(active):
-        written = written * _by_row(active, rows.device)
+    written = _where(active, written)
     if rows.shape[2] != max(after):
         rows = fill(rows, (0, 0, 0, max(after) - rows.shape[2]))
-    target = torch.add(target, blocks.head, alpha=rows.shape[2])  # the row in all heads' rows
-    return rows.flatten(0, 2).index_add(0, target.flatten(), written.flatten(0, 2)).view_as(rows)
+    return add_to_rows(rows, target, written, blocks.head)
 
 
 def choose(
@@ -159,7 +168,7 @@ def choose(
     probe, M = blocks.probe[number], rows.shape[2]
     near = probe @ keys.address(rows[..., : probe.shape[-1]]).transpose(-1, -2)  # (B, H, C, M)
     if before == after == [M] * len(before):  # a fixed budget once it is full
-        return (_first_best(near[..., barred:]) + barred if barred else _first_best(near)), None
+        return (first_best(near[..., barred:]) + barred if barred else first_best(near)), None
     had, new = (_by_row(x, rows.device) for x in (before, after))  # (1 or B, 1, 1, 1)
     place = torch.arange(M, device=rows.device)
     near = near.masked_fill(place >= had, float("-inf"))
@@ -169,7 +178,7 @@ def choose(
     founded = (had.squeeze(-1) + founds.cumsum(-1) - 1).clamp_min(0)
     fresh = probe @ keys.address(blocks.key[number]).transpose(-1, -2)
     near = near.masked_fill(place < barred, float("-inf"))
-    first = _first_best(torch.cat([near, fresh.masked_fill(~founds.unsqueeze(2), float("-inf"))], -1))
+    first = first_best(torch.cat([near, fresh.masked_fill(~founds.unsqueeze(2), float("-inf"))], -1))
     joined = torch.where(first < M, first, founded.gather(-1, (first - M).clamp_min(0)))
     return torch.where(founds, founded, joined), founds
 
@@ -181,21 +190,15 @@ def _by_row(values: list[int] | list[bool], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device)[:, None, None, None]
 
 
-def _first_best(near: Tensor) -> Tensor:
-    """Index of the first of the largest numbers along the last dimension."""
-    best = near.amax(-1, keepdim=True)
-    return (near >= best - _roundings(near)).view(torch.uint8).argmax(-1)
+def _where(active: list[bool], written: Tensor) -> Tensor:
+    return written if all(active) else written * _by_row(active, written.device)
 
 
 def _rank(score: Tensor) -> Tensor:
     """Place of each number in ascending order along the last dimension; equal ones keep their order."""
     ordered, order = score.sort(-1)
-    steps = fill(ordered.diff(dim=-1) > _roundings(score), (1, 0)).cumsum(-1)
+    steps = fill(ordered.diff(dim=-1) > roundings(score), (1, 0)).cumsum(-1)
     return torch.empty_like(order).scatter(-1, order, steps).argsort(dim=-1, stable=True).argsort(-1)
-
-
-def _roundings(like: Tensor) -> float:
-    return ROUNDINGS * torch.finfo(like.dtype).eps
 
 
 def read_rows(states: Tensor, keys: Keys, edge: Tensor) -> tuple[Tensor, Tensor]:

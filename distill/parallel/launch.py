@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import torch
 
-from distill.parallel import EXIT_STATUS
+from distill.parallel import EXIT_STATUS, pulse
 from distill.parallel.processes import ATTEMPT, LAUNCH, started_together
 from patches.errors import RetrofitError
 
@@ -113,7 +113,8 @@ def _launch_once(command: list[str], machines: Machines, count: int) -> _Failed 
     from torch.distributed.launcher.api import elastic_launch
 
     errors: list[BaseException] = []
-    with tempfile.TemporaryDirectory() as logs, _relayed_signals() as received:
+    hung: int | None = None
+    with tempfile.TemporaryDirectory() as logs, pulse.watched() as turns, _relayed_signals() as received:
 
         def run() -> None:
             try:
@@ -124,12 +125,16 @@ def _launch_once(command: list[str], machines: Machines, count: int) -> _Failed 
         # in a thread of its own, since the agent answers signals in the main thread by killing after 30 seconds
         agent = threading.Thread(target=run, daemon=True)
         agent.start()
-        agent.join()
+        while agent.is_alive():
+            agent.join(1)
+            if hung is None and (hung := pulse.hanging(turns)) is not None:
+                with suppress(ProcessLookupError):  # it may just have ended
+                    os.kill(hung, signal.SIGKILL)
         if not errors:
             return None
         (error,) = errors
         if isinstance(error, ChildFailedError):
-            return _explain(error, Path(logs), bool(received))
+            return _explain(error, Path(logs), bool(received), hung is not None)
         said = f"the processes could not connect to each other: {' '.join(str(error).split())}"
         return _Failed(RetrofitError(said))
 
@@ -181,7 +186,7 @@ def _relayed_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _explain(error: Any, logs: Path, stopped: bool) -> _Failed:
+def _explain(error: Any, logs: Path, stopped: bool, hung: bool) -> _Failed:
     """What the processes that failed have to say."""
     failures = error.failures
     if stopped or any(failure.exitcode == EXIT_STATUS for failure in failures.values()):
@@ -194,8 +199,10 @@ def _explain(error: Any, logs: Path, stopped: bool) -> _Failed:
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = ": most likely the machine ran out of memory" if name == "SIGKILL" else ""
-        text = f"process {rank} was ended by {name}{hint}; --resume continues from the last checkpoint"
-        return _Failed(RetrofitError(text), worth_another=True)
+        text = f"process {rank} was ended by {name}{hint}"
+        if hung:
+            text = f"process {rank} hung: the others waited for it for {pulse.LIMIT / 60:.0f} minutes, and it was ended"
+        return _Failed(RetrofitError(f"{text}; --resume continues from the last checkpoint"), worth_another=True)
     text = failure.message
     if failure.error_file == "<N/A>":
         text = "".join(file.read_text(errors="replace") for file in logs.glob(f"**/{failure.local_rank}/stderr.log"))

@@ -69,8 +69,11 @@ class Kernels(TorchDispatchMode):
         return out
 
 
-def stand_in_for_fla(kernels: Kernels) -> None:
-    """Modules that import as fla's do, whose ops count as one kernel each and return tensors of the right shapes."""
+def stand_in_for_triton(kernels: Kernels) -> None:
+    """Modules that import as fla's and ours for Triton do, whose ops return tensors of the right shapes.
+
+    An op of fla's counts as one kernel.
+    """
 
     def operation(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
         kernels.launched["fla"] += 1
@@ -83,6 +86,14 @@ def stand_in_for_fla(kernels: Kernels) -> None:
         for form in ("chunk", "fused_recurrent"):
             setattr(module, f"{form}_{op}", operation)
         sys.modules[module.__name__] = module
+    triton = ModuleType("patches.kvm_triton")
+
+    def merge(rows: Tensor, *others: Tensor) -> Tensor:
+        kernels.launched["triton"] += 2  # it launches two
+        return torch.empty_like(rows)
+
+    triton.merge = merge  # type: ignore[attr-defined]
+    sys.modules[triton.__name__] = triton
     sys.modules["fla"], sys.modules["fla.ops"] = ModuleType("fla"), ModuleType("fla.ops")
 
 
@@ -118,7 +129,7 @@ def count(kinds: str, tokens: str, window: str) -> dict[str, Any]:
     )
     found: dict[str, Any] = {}
     counted = Kernels()
-    stand_in_for_fla(counted)
+    stand_in_for_triton(counted)
     for kind in kinds.split(","):
         model = skeleton(config, new_memory(kind, int(window), 4)).eval()
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

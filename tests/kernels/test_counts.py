@@ -28,8 +28,8 @@ PREFILL = {
     "infini": 165,
     "tensor-cache": 120,
     "compressive": 330,
-    # ten for each of 480 blocks, one after the other: who joins which row hangs on what the block before has written
-    "kvm": 5500,
+    # two for each of 480 blocks, one after the other: who joins which row hangs on what the block before has written
+    "kvm": 1700,
 }
 # and of one that then decodes a token, with what the model does once for all layers
 DECODE = {

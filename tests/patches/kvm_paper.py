@@ -29,6 +29,7 @@ class LayerNormKeys:
     weight: Tensor
     bias: Tensor
     rotated: int
+    cosine = False
 
     def written(self, k: Tensor, index: Tensor) -> Tensor:
         return self.address(fill(k[..., self.rotated :], (self.rotated, 0)))

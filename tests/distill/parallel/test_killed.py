@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from distill import DistillTrainer, distill
 from distill.checkpoint import checkpoints, damage
+from distill.parallel.processes import ATTEMPT, LAUNCH
 from distill.recipe import Recipe
 from distill.trainer import DRAFT
 from patches.errors import RetrofitError
@@ -113,6 +114,18 @@ def test_other_data_is_no_resumption(recipe: Recipe) -> None:
     (Path(str(recipe.output)) / "run.json").unlink()
     with pytest.raises(RetrofitError, match=r"run\.json is missing or damaged"):
         distill(recipe, resume=True)
+
+
+def test_a_launch_goes_on_where_it_had_only_begun_to_write(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Path(str(recipe.output))
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"launch": "ours"}))
+    with pytest.raises(RetrofitError, match="already holds something"):
+        distill(recipe)
+    for name, value in ((LAUNCH, "ours"), (ATTEMPT, "1")):
+        monkeypatch.setenv(name, value)
+    distill(recipe)
+    assert (run / "recipe.yaml").is_file()
 
 
 def test_rows_within_the_window_train_nothing(recipe: Recipe, tmp_path: Path) -> None:

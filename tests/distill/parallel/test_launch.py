@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from distill.parallel import pulse
 from distill.parallel.launch import Machines, launch
 from distill.parallel.processes import LAUNCHED
 from patches.errors import RetrofitError
@@ -105,6 +106,22 @@ os._exit(0)
 """
     launch(script(tmp_path, code), TWO)
     assert (tmp_path / "gave-up").exists()
+
+
+def test_a_process_that_others_wait_for_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "LIMIT", 2.0)
+    code = """
+from distill.parallel.pulse import beat
+beat()
+if not second:
+    time.sleep(3)  # as slow as it is, nobody is behind
+    beat()
+time.sleep(60)
+"""
+    began = time.monotonic()
+    with pytest.raises(RetrofitError, match=r"^process 1 hung: the others waited for it .*--resume continues"):
+        launch(script(tmp_path, code), TWO)
+    assert 5 < time.monotonic() - began < 50
 
 
 def test_what_one_process_says_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from distill.checkpoint import checkpoints, damage
 from distill.parallel.launch import Machines, launch
 from patches.errors import RetrofitError
 from tests.conftest import tiny_base
-from tests.distill.parallel import one_of_two
+from tests.distill.parallel import main_memory, one_of_two
 from tests.helpers import ROOT
 
 HERE = Path(__file__).parent
@@ -227,3 +227,10 @@ def test_what_the_user_must_see_to_is_not_started_again(
     with pytest.raises(RetrofitError, match="overwrite"):  # another launch's run is not gone on with
         launch(command, restarted)
     assert "starting all processes again" not in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what a process maps")
+def test_processes_share_one_copy_of_the_base_in_main_memory(here: Path, tmp_path: Path) -> None:
+    found = main_memory.measure(tmp_path)
+    for process in found["processes"]:
+        assert process["own"] < 0.25 * found["base"] < found["base"] <= process["mapped"] + 1

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from distill.full_attention import without_mask
 from distill.lora import lora_off
 from distill.loss import chunked_ce, chunked_kl, scored_positions
 from distill.segments import Read, Reader, in_segments, pieces
@@ -104,7 +105,8 @@ class Objective:
             teacher = Reader(read, decoder, tokens, DynamicCache(config=model.config, offloading=offloads))
             own = Reader(read, decoder, tokens, DynamicCache(config=model.config))
             for number, piece in enumerate(pieces(scored.shape[1], self.segment or 1)):
-                taught = self._teach(model, partial(teacher.states, piece)).to("cpu")
+                with without_mask(model, padded="attention_mask" in tokens):
+                    taught = self._teach(model, partial(teacher.states, piece)).to("cpu")
                 if self.segments_back and number % self.segments_back == 0:
                     own.cut()
 
@@ -176,7 +178,7 @@ def teacher_states(model: Any, tokens: Batch) -> Tensor:
 
 @contextmanager
 def attention_outputs(model: Any, wanted: bool = True) -> Iterator[list[Tensor]]:
-    """A list that fills with the heads' outputs ``(B, T, H * D)`` of each layer with a memory, as forward passes run.
+    """A list that fills with the heads' outputs ``(B, T, H * D)`` of each layer that is fitted, as forward passes run.
 
     Args:
         model: a retrofitted model, unwrapped.
@@ -185,9 +187,10 @@ def attention_outputs(model: Any, wanted: bool = True) -> Iterator[list[Tensor]]
     outputs: list[Tensor] = []
     handles = []
     if wanted:
-        for index in model.model.memories():
-            projection = model.model.layers[int(index)].self_attn.o_proj
-            handles.append(projection.register_forward_pre_hook(lambda _module, args: outputs.append(args[0])))
+        for index, memory in model.model.memories().items():
+            if memory.trainable:  # others="window" gives the other layers one that has nothing to fit
+                projection = model.model.layers[int(index)].self_attn.o_proj
+                handles.append(projection.register_forward_pre_hook(lambda _module, args: outputs.append(args[0])))
     try:
         yield outputs
     finally:

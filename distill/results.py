@@ -102,7 +102,7 @@ def title(recipe: Recipe, split: Split) -> str:
     count = min(recipe.eval_rows, len(split.held_out))
     what = f"rows of {recipe.seq_len} tokens,"
     if split.collator is not None:
-        what = f"conversations of at most {recipe.seq_len} tokens, answers"
+        what = f"{split.unit} of at most {recipe.seq_len} tokens, {split.learned}"
     return f"{count} held-out {what} past the window; state bytes of one layer"
 
 

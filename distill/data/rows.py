@@ -35,6 +35,10 @@ class PackedRows(Dataset):
         """Tokens in all rows."""
         return self.rows.numel()
 
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [self.rows.shape[1]] * len(self)
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -47,13 +51,18 @@ class PackedRows(Dataset):
 class ChatRows(Dataset):
     """Conversations of different lengths, each a row, labelled where the assistant speaks and -100 elsewhere."""
 
-    def __init__(self, rows: Sequence[Any] | Any) -> None:
-        """``rows``: of :class:`~distill.data.tokens.TokenRows`; a list, or a ``datasets.Dataset`` in numpy format."""
-        self.rows = rows
+    def __init__(self, rows: Sequence[Any] | Any, sizes: Sequence[int]) -> None:
+        """``rows``: of :class:`~distill.data.tokens.TokenRows`, of ``sizes`` tokens; a list, or a ``datasets.Dataset``
+        in numpy format."""
+        self.rows, self.sizes = rows, sizes
 
     def head(self, count: int) -> "ChatRows":
         """The first ``count`` conversations, or all if there are fewer."""
-        return ChatRows([self.rows[index] for index in range(min(count, len(self)))])
+        return ChatRows([self.rows[index] for index in range(min(count, len(self)))], self.sizes[:count])
+
+    def lengths(self) -> list[int]:
+        """Tokens of each row, known without reading one."""
+        return list(self.sizes)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """All rows, right-padded to the longest: ids (N, T) and labels (N, T)."""
@@ -71,14 +80,21 @@ class DocumentRows(Dataset):
 
     def __init__(self, documents: Sequence[Any], sizes: Sequence[int], seq_len: int) -> None:
         """``documents``: of :class:`~distill.data.tokens.TokenRows`, of ``sizes`` tokens."""
-        self.documents, self.seq_len = documents, seq_len
-        self.places = [(number, at) for number, size in enumerate(sizes) for at in range(0, size, seq_len)]
+        self.documents = documents
+        # the document, and where in it a row begins and ends
+        self.places = [
+            (number, at, min(at + seq_len, size)) for number, size in enumerate(sizes) for at in range(0, size, seq_len)
+        ]
 
     def head(self, count: int) -> "DocumentRows":
         """The first ``count`` rows, or all if there are fewer."""
-        some = DocumentRows(self.documents, (), self.seq_len)
+        some = DocumentRows(self.documents, (), 1)
         some.places = self.places[:count]
         return some
+
+    def lengths(self) -> list[int]:
+        """Tokens of each row, known without reading one."""
+        return [end - start for _, start, end in self.places]
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """All rows, right-padded to the longest: ids (N, T) and labels (N, T)."""
@@ -88,8 +104,8 @@ class DocumentRows(Dataset):
         return len(self.places)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        number, at = self.places[index]
-        ids = torch.as_tensor(self.documents[number]["input_ids"])[at : at + self.seq_len]
+        number, start, end = self.places[index]
+        ids = torch.as_tensor(self.documents[number]["input_ids"])[start:end]
         return {**text_item(ids), "row": torch.tensor(index)}
 
 
@@ -117,6 +133,11 @@ class MixedRows(Dataset):
         some.order = self.order[:count]
         return some
 
+    def lengths(self) -> list[int]:
+        """Tokens of each row, known without reading one."""
+        found = [part.lengths() for part in self.parts]
+        return [found[part][row] for part, row in self.order]
+
     def batch(self) -> tuple[Tensor, Tensor]:
         """All rows, right-padded to the longest: ids (N, T) and labels (N, T)."""
         return _padded(self)
@@ -134,7 +155,9 @@ class ByLength(LengthGroupedSampler):
     """Rows of like length one after the other, in an order that the seed and the number of the pass decide."""
 
     def __init__(self, batch: int, rows: Any, seed: int) -> None:
-        super().__init__(batch, lengths=[len(rows[index]["input_ids"]) for index in range(len(rows))])
+        known = getattr(rows, "lengths", None)
+        lengths = known() if known else [len(rows[index]["input_ids"]) for index in range(len(rows))]
+        super().__init__(batch, lengths=lengths)
         self.seed = seed
         self.set_epoch(0)
 

@@ -51,14 +51,23 @@ class Split:
         ids, labels = self.held_out.head(count).batch()
         if labels is not None and not (labels[:, start + 1 :] != IGNORED).any():
             raise RetrofitError(
-                f"none of the {len(ids)} held-out conversations has an answer beyond {start} tokens (window and "
+                f"none of the {len(ids)} held-out {self.unit} has {self.learned} beyond {start} tokens (window and "
                 "sinks), so nothing could be measured: set a larger holdout or a smaller window"
             )
 
+    @property
+    def unit(self) -> str:
+        """What is read, in the plural."""
+        return "conversations" if self.source.format == "chat" else "documents"
+
+    @property
+    def learned(self) -> str:
+        """What of it is learned and scored."""
+        return "answers" if self.source.format == "chat" else "text"
+
     def sentence(self) -> str:
         """What was read, left out and cut, in one line."""
-        unit = "conversations" if self.source.format == "chat" else "documents"
-        return self.counts.sentence(unit, self.source.seq_len, self.min_length, self.source.max_samples)
+        return self.counts.sentence(self.unit, self.source.seq_len, self.min_length, self.source.max_samples)
 
 
 def load_rows(
@@ -182,7 +191,9 @@ def _apart(rows: TokenRows, data: Any, min_length: int, holdout: float, collator
     def part(taken: slice) -> ChatRows | DocumentRows:
         records = data.select(kept[taken])
         return (
-            ChatRows(records) if rows.format == "chat" else DocumentRows(records, sizes[taken].tolist(), rows.seq_len)
+            ChatRows(records, sizes[taken].tolist())
+            if rows.format == "chat"
+            else DocumentRows(records, sizes[taken].tolist(), rows.seq_len)
         )
 
     train, held_out = part(slice(cut)), part(slice(cut, None))
@@ -234,17 +245,18 @@ def _sum(counts: Sequence[Counts]) -> Counts:
 def _stream(rows: TokenRows, min_length: int, eval_rows: int, collator: PaddingCollator | None) -> Split:
     stream = Stream(rows, min_length)
     first = list(islice(stream.items(Counts()), eval_rows))
+    sizes = [len(row["input_ids"]) for row in first]
     held_out: PackedRows | ChatRows | DocumentRows
     if eval_rows and not first:
         raise RetrofitError(f"{rows.source.name} is too short: it does not fill one row")
     if rows.format == "text" and rows.apart:
-        held_out = DocumentRows(first, [len(row["input_ids"]) for row in first], rows.seq_len)
+        held_out = DocumentRows(first, sizes, rows.seq_len)
     elif rows.format == "chat":
-        held_out = ChatRows([{"input_ids": row["input_ids"], "answer": row["labels"] >= 0} for row in first])
+        held_out = ChatRows([{"input_ids": row["input_ids"], "answer": row["labels"] >= 0} for row in first], sizes)
     else:
         held_out = PackedRows(torch.cat([row["input_ids"] for row in first] or [torch.empty(0)]), rows.seq_len)
     train = StreamedRows(stream.items, len(first), rows.source.name)
-    total = sum(len(row["input_ids"]) for row in first)
+    total = sum(sizes)
     tokens = {"all": None, "train": None, "held_out": total}
     part = f"its first {len(first)} rows"
     return Split(

@@ -1,20 +1,25 @@
 """Keys that users of other trainers know: passes, schedules, early stopping, rows by length, readers, pushes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from distill import DistillTrainer, distill
 from distill.checkpoint import checkpoints
-from distill.data.rows import ByLength
+from distill.data.rows import ByLength, ChatRows, DocumentRows, PackedRows
+from distill.data.split import load_rows
+from distill.objective import attention_outputs
 from distill.preflight import check_recipe
 from distill.recipe import Recipe
 from distill.run import steps_of
 from patches.errors import RetrofitError
+from retrofit import patch
 from retrofit.adapter import WEIGHTS
 from tests.hub_server import HubServer
 
@@ -25,6 +30,12 @@ def recipe(checkpoint: Path, text_file: Path, tmp_path: Path) -> Recipe:
     places = {"base": str(checkpoint), "data": str(text_file), "output": str(tmp_path / "run")}
     shape: dict[str, Any] = {"window": 6, "sinks": 2, "seq_len": 40, "eval_rows": 4}
     return Recipe(**places, **shape, steps=4, eval_steps=2, save_steps=2)
+
+
+@pytest.fixture
+def model_with_windows(make_base: Callable[..., PreTrainedModel]) -> Any:
+    """A memory in the second layer, sinks and window alone in the first."""
+    return patch(make_base("Qwen2"), "ahn-gdn", 6, 2, layers=[1], others="window")
 
 
 def changed(recipe: Recipe, **values: Any) -> Recipe:
@@ -82,6 +93,35 @@ def test_rows_of_like_length_come_together_and_in_the_same_order_again(recipe: R
     again.set_epoch(1)
     sampler.set_epoch(1)
     assert list(again) == list(sampler)
+
+
+def test_lengths_are_known_without_reading_a_row(tmp_path: Path, chat_tokenizer: Any, datasets_cache: Path) -> None:
+    texts = [{"text": "abc" * (5 + number % 9)} for number in range(40)]
+    said = ["abc" * (1 + number % 5) for number in range(30)]
+    talks = [{"messages": [{"role": role, "content": text} for role in ("user", "assistant")]} for text in said]
+    for name, lines in {"a": texts, "b": talks}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    mix = {str(tmp_path / "b.jsonl"): 0.7}
+    found = load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, seq_len=20, packing=False, mix=mix)
+    assert [type(part) for part in found.train.parts] == [DocumentRows, ChatRows]
+    for rows in (found.train, found.held_out, found.held_out.head(3), PackedRows(torch.arange(100), 30)):
+        assert rows.lengths() == [len(rows[index]["input_ids"]) for index in range(len(rows))]
+
+
+def test_documents_are_called_documents(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"text": " ".join(["w5", "w6", "w7"] * (4 + number % 9))} for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    asked = changed(recipe, data=str(tmp_path / "a.jsonl"), packing=False)
+    distill(asked)
+    assert "held-out documents of at most 40 tokens, text past the window" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(RetrofitError, match="none of the 4 held-out documents has text beyond 38 tokens"):
+        distill(changed(asked, window=36, output=str(tmp_path / "other")))
+
+
+def test_mse_looks_at_the_layers_that_are_fitted(model_with_windows: Any) -> None:
+    with attention_outputs(model_with_windows) as outputs:
+        model_with_windows(torch.arange(3, 33)[None])
+    assert len(outputs) == 1
 
 
 def test_documents_by_length_resume_where_they_were(recipe: Recipe, tmp_path: Path) -> None:

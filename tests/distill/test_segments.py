@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from distill import full_attention
 from distill.objective import Objective
 from distill.recipe import Recipe, read_recipe
 from distill.run import distill
@@ -94,6 +96,36 @@ def test_layers_with_full_attention_carry_their_cache(make: Any) -> None:
     _, in_pieces = scored(model, Objective(segment=5), rows)
     for ours, whole in zip(in_pieces, gradients, strict=True):
         torch.testing.assert_close(ours, whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("base", "padded", "without"),
+    [({}, False, True), ({}, True, False), ({"attn_implementation": "eager"}, False, False)],
+    ids=["sdpa", "padded on the left", "eager"],
+)
+def test_the_teacher_builds_no_mask_where_it_can_do_without(
+    make_base: Callable[..., PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    base: dict[str, str],
+    padded: bool,
+    without: bool,
+) -> None:
+    model, rows = awake(make_base("Qwen2", **base).double(), "joint"), batch(left=3 if padded else 0)
+    losses, _ = scored(model, Objective(), rows)
+    masks = []
+    attend = full_attention.attend
+
+    def watch(module: Any, q: Any, k: Any, v: Any, mask: Any, **how: Any) -> Any:
+        masks.append(mask)
+        return attend(module, q, k, v, mask, **how)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, full_attention.NAME, watch)
+    in_pieces, _ = scored(model, Objective(segment=6), rows)
+    # transformers' eager attention takes its softmax in float32
+    torch.testing.assert_close(in_pieces, losses, rtol=1e-5 if base else 1e-9, atol=1e-12)
+    assert model.config._attn_implementation == base.get("attn_implementation", "sdpa")
+    assert bool(masks) == without
+    assert masks == [None] * len(masks)
 
 
 def test_a_cut_changes_gradients_and_not_losses(make: Any) -> None:

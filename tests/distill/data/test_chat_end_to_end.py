@@ -121,7 +121,7 @@ def test_a_stopped_run_resumes_to_the_same_result(
 
 
 def test_answers_within_the_window_are_refused_before_the_run(recipe: Recipe) -> None:
-    with pytest.raises(RetrofitError, match="none of the 4 held-out conversations has an answer beyond 102 tokens"):
+    with pytest.raises(RetrofitError, match="none of the 4 held-out conversations has answers beyond 102 tokens"):
         distill(changed(recipe, window=100, seq_len=110, data=_short(recipe)))
     assert not Path(str(recipe.output)).exists()
 

@@ -224,7 +224,7 @@ class _Calls:
             self.names.setdefault(module, []).append(frame.f_code.co_name)
 
     def kernel(self, own: str) -> str:
-        """In words: fla's operation, Triton's, the scan's form, or else torch operations in the memory's ``own`` module."""
+        """In words: fla's operation, ours in Triton, the scan's form, or torch's in the memory's ``own`` module."""
         for module, names in self.names.items():
             if module.startswith("fla.ops"):
                 return f"fla: {names[0]}"

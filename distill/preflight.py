@@ -12,7 +12,7 @@ from distill.parallel.zero import read_config
 from distill.recipe import Recipe
 from distill.unsupported import refuse_together
 from patches.errors import RetrofitError, nearest
-from patches.kinds import KINDS, find_kind
+from patches.kinds import KINDS, find_kind, new_memory
 from retrofit.evaluation.definitions import HUB_ID
 from retrofit.hub_errors import first_line
 
@@ -24,7 +24,8 @@ def check_recipe(recipe: Recipe) -> None:
         RetrofitError: a memory, one of its options, a reporter, a field of LoRA or a DeepSpeed file does not exist,
             the memory has nothing to fit, or settings do not go together.
     """
-    find_trainable(recipe.memory).read_options(recipe.options)
+    find_trainable(recipe.memory)
+    new_memory(recipe.memory, recipe.window, recipe.sinks, options=recipe.options, by_layer=recipe.by_layer)
     _check_reporters(recipe.report_to)
     if recipe.lora:
         check_settings(recipe.lora)

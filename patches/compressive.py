@@ -122,10 +122,9 @@ class Compressive(WindowOnly):
         self, step: Step, state: dict[str, Tensor], gone: Evicted, k: Tensor, v: Tensor, frame: Frame
     ) -> Part:
         """What one token's query sees of the state, once the token that it evicts is in there."""
-        ratio, device = self.options.ratio, frame.device
+        ratio = self.options.ratio
         complete = [(last + 1) // ratio for last in frame.last]
         whole = [row for row, last in enumerate(frame.last) if (last + 1) % ratio == 0]  # whose group completes
-        tail = torch.arange(self.tail, device=device)
         for name, token, turn in (("keys", k, self._turn(step)), ("values", v, None)):
             held = state[name]
             if whole:
@@ -136,10 +135,15 @@ class Compressive(WindowOnly):
                     held[whole, :, [(complete[row] - 1) % self.rows for row in whole]] = pooled[whole]
             if self.tail:
                 held[:, :, self.rows + gone.start % self.tail] = token[:, :, 0]
-        index = gone.start - (gone.start - tail) % max(self.tail, 1) - frame.column(frame.skip)
-        there = (index >= frame.column(complete) * ratio) & (index >= 0)
-        mask = torch.cat([torch.arange(self.rows, device=device) < frame.column(complete), there], 1).unsqueeze(1)
-        return look(step.q, state["keys"], state["values"], mask, step.scale, step.dropout)
+        there = frame.once(("there", self.rows), lambda: self._there(gone.start, complete, frame))
+        return look(step.q, state["keys"], state["values"], there, step.scale, step.dropout)
+
+    def _there(self, start: int, complete: list[int], frame: Frame) -> Tensor:
+        """Which rows and waiting tokens there are, the token at slot ``start`` among them ``(1 or B, 1, m)``."""
+        tail, device = torch.arange(self.tail, device=frame.device), frame.device
+        index = start - (start - tail) % max(self.tail, 1) - frame.column(frame.skip)
+        waits = (index >= frame.column(complete) * self.options.ratio) & (index >= 0)
+        return torch.cat([torch.arange(self.rows, device=device) < frame.column(complete), waits], 1).unsqueeze(1)
 
     def _line_up(self, held: Tensor | None, x: Tensor, turn: Turn | None, gone: Evicted, frame: Frame) -> "Line":
         if held is None:

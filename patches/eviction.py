@@ -248,9 +248,9 @@ class Eviction(Memory):
         q, k = self.turned(q, held.k.to(q.dtype), held.position, step)
         logits = (_grouped(q * step.scale, k) @ k.transpose(2, 3)).view(*q.shape[:3], len(held))
         column = torch.arange(len(held), device=q.device)
-        own = column == column[-q.shape[2] :, None]  # padding sees itself
-        earlier = (own.cumsum(1) == 0) & (held.position >= 0)[:, None]
-        return logits.masked_fill(~(earlier | own).unsqueeze(1), -torch.inf)
+        query = column[-q.shape[2] :, None]
+        hidden = (column > query) | ((held.position < 0)[:, None] & (column != query))  # padding sees itself
+        return logits.masked_fill(hidden.unsqueeze(1), -torch.inf)
 
     def _read(self, weights: Tensor, v: Tensor, step: Step) -> Tensor:
         weights = dropout(weights, step.dropout)

@@ -111,8 +111,11 @@ def _card(memory: dict[str, Any], library: str, relation: str, load: str, detail
     revision = f" at revision `{memory['base_revision']}`" if memory.get("base_revision") else ""
     layers = "all layers" if memory.get("layers") is None else f"layers {memory['layers']} (others: {memory['others']})"
     window = f"a window of {memory['window']} tokens; up to there the model is its base"
-    if other := memory.get("by_layer"):
+    other = memory.get("by_layer", {})
+    if any("window" in one for one in other.values()):
         window = f"a window of {memory['window']} tokens, but in some layers otherwise: `{json.dumps(other)}`"
+    elif other:
+        window += f"; layers have options of their own: `{json.dumps(other)}`"
     return f"""---
 library_name: {library}
 pipeline_tag: text-generation

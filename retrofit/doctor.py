@@ -165,11 +165,12 @@ def _flash_attention(versions: dict[str, str | None]) -> Finding:
 
 
 def _table() -> Iterator[Finding]:
-    """What serves each op of the memories in bfloat16 here, training and not; ``RETROFIT_KERNELS`` forces it."""
+    """What serves each op of the memories here, training and not; ``RETROFIT_KERNELS`` forces it."""
     device = "cuda" if gpu() else "cpu"
-    for op in OPS:
+    # of a model in bfloat16, whose rows of kvm are float32
+    for op, dtype in (*((op, torch.bfloat16) for op in OPS), ("merge", torch.float32)):
         try:
-            rows = [find(op, device, torch.bfloat16, gradient) for gradient in (True, False)]
+            rows = [find(op, device, dtype, gradient) for gradient in (True, False)]
         except RetrofitError as error:
             yield Finding(op, "fails", BAD, str(error))
             continue
@@ -223,10 +224,12 @@ class _Calls:
             self.names.setdefault(module, []).append(frame.f_code.co_name)
 
     def kernel(self, own: str) -> str:
-        """In words: fla's operation, the scan's form, or else torch operations in the memory's ``own`` module."""
+        """In words: fla's operation, ours in Triton, the scan's form, or torch's in the memory's ``own`` module."""
         for module, names in self.names.items():
             if module.startswith("fla.ops"):
                 return f"fla: {names[0]}"
+        if "patches.kvm_triton" in self.names:
+            return "triton: merge"
         forms = [name for name in self.names.get("patches.scan", []) if name.endswith(("_chunks", "_steps"))]
         return f"torch: {forms[0] if forms else own.rpartition('.')[2]}"
 

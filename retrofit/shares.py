@@ -77,7 +77,7 @@ class Needs:
                     seen[:, self.sinks : n - window] |= above < number
                     left = weights * seen
                     missing.append((left @ v[text, head]) / left.sum(-1, keepdim=True) - full)
-                change = _projected(attention, torch.stack(missing), head).norm(dim=-1)  # (rows, m)
+                change = _projected(attention, torch.stack(missing), head, step.x.dtype).norm(dim=-1)  # (rows, m)
                 relative = change / lengths[text, queries].to(dtype)
                 self.losses[index][head] += relative.square().mean(-1).cpu().float()
 
@@ -143,12 +143,11 @@ def _above(scores: Tensor) -> Tensor:
     return above.masked_fill(torch.ones_like(above, dtype=torch.bool).triu(1), n + 1)
 
 
-def _projected(attention: Any, heads: Tensor, key_head: int) -> Tensor:
+def _projected(attention: Any, heads: Tensor, key_head: int, dtype: torch.dtype) -> Tensor:
     """What the output projection makes of the query heads ``(.., G, m, D)`` of one key/value head: ``(.., m, E)``."""
     group = heads.shape[-3]
     whole = heads.new_zeros(*heads.shape[:-3], heads.shape[-2], attention.memory.heads, heads.shape[-1])
     whole[..., key_head * group : (key_head + 1) * group, :] = heads.transpose(-3, -2)
     whole = whole.flatten(-2)
-    dtype = next(attention.parameters()).dtype
     nothing = attention.o_proj(torch.zeros_like(whole[..., :1, :]).to(dtype))
     return (attention.o_proj(whole.to(dtype)) - nothing).to(heads.dtype)

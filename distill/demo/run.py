@@ -72,6 +72,7 @@ SETTINGS = {
     "tensor-cache": Setting(lr=2e-2, options={"normalize_keys": False}),
     "tova": Setting(window=WINDOW + 16),  # its rows are all of one sort
     "h2o": Setting(options={"heavy": 16}),
+    "expected": Setting(options={"bits": 4, "rows": 93, "shares": "need"}),
 }
 
 

@@ -27,8 +27,8 @@ SERIES = {
     ),
     "window in 8 bits": ("window in 8 bits", "window in 8 bits, 3 x"),
     "expected": ("expected", "expected, bfloat16 base"),
-    "expected, 8 bits": ("expected, 8 bits", "expected, 8 bits, 3 x"),
     "expected, 4 bits": ("expected, 4 bits", "expected, 4 bits, 3 x"),
+    "5 bits, by need": ("expected, 5 bits, by need", "expected, 5 bits, by need, 3 x"),
 }
 
 
@@ -64,7 +64,7 @@ def draw(figures: dict, theme: str) -> Figure:
             axes.annotate(
                 name, points[-1], xytext=(8, -3), textcoords="offset points", color=colours[at], weight=weight
             )
-        axes.set(xlim=(190, 590), xticks=[200, 250, 300, 350, 400, 500], yticks=[0.01, 0.03, 0.1, 0.2])
+        axes.set(xlim=(190, 590), xticks=[200, 250, 300, 350, 400, 500], yticks=[0.003, 0.01, 0.03, 0.1, 0.2])
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(ScalarFormatter())
             axis.set_minor_formatter(NullFormatter())

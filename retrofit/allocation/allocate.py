@@ -28,6 +28,7 @@ from .sizes import SHARES, Size, Sizer, spend
 # how much a layer's own KL decides, beside how its error falls with bytes: 1 is the guess itself, 0 takes all layers
 # to be alike
 TRUST = (1.0, 0.5, 0.0)
+EVERY = 4  # of the positions at which a single layer's KL is measured: the output head costs as much as some layers
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ class Allocation:
         share: of the sum of the layers' KLs, each bounded alone at the even window.
         window: ``even`` and ``need`` of sinks and window alone.
         memory: the same with the memory; None where it must be trained first.
-        sizes: of the recipe, by layer.
+        chosen: what the recipe says; of a memory that must be trained, its KL is that of its windows alone.
         recipe: the memory by need, as :mod:`.recipe` writes it.
     """
 
     share: dict[int, float]
     window: dict[str, Plan]
     memory: dict[str, Plan] | None
-    sizes: dict[int, Size]
+    chosen: Plan
     recipe: dict[str, Any]
 
 
@@ -74,7 +75,6 @@ def allocate(
     *,
     sinks: int = 4,
     options: dict[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Allocation:
     """Spread ``budget`` bytes per layer over the layers of ``base``.
@@ -88,16 +88,17 @@ def allocate(
         held_out: others (M, T) to report on.
         sinks: S.
         options: of the memory, but not its size.
-        dtype: in which bytes are counted; that of ``base`` by default.
         say: called with what is being done.
 
     Raises:
         RetrofitError: too few bytes, texts that no window is too short for, or as :func:`retrofit.patch`.
     """
     options = options or {}
-    sizer = Sizer(base.config, kind, sinks, options, dtype or base.dtype)
+    sizer = Sizer(base.config, kind, sinks, options, base.dtype)
     if sizer.option in options:
         raise RetrofitError(f"{sizer.option}: that is what is allocated: leave it out")
+    if "shares" in options:
+        raise RetrofitError("shares: with need, calibration would spread the rows once more: leave it out")
     work = _Work(base, sizer, budget, texts, held_out, say)
     window = work.plans(Sizer(base.config, "none", sinks, {}, sizer.dtype))
     own = window if kind == "none" else work.plans(sizer)
@@ -105,7 +106,7 @@ def allocate(
     settings = settings_of(sizer, own["need"].sizes)
     recipe: dict[str, Any] = {key: settings.pop(key) for key in KEYS if key in settings}
     recipe |= {"options": settings} if settings else {}
-    return Allocation(work.share, window, own if measured else None, own["need"].sizes, recipe)
+    return Allocation(work.share, window, own if measured else None, own["need"], recipe)
 
 
 class _Work:
@@ -130,7 +131,7 @@ class _Work:
         self.layers = list(model.model.memories())
         say(f"the KL of {len(self.layers)} models, each with one layer bounded")
         alone = {str(index): patch(base, "none", even.window, self.sinks, layers=[index]) for index in self.layers}
-        found = self._kl(alone, texts)
+        found = self._kl(alone, texts, every=EVERY)
         self.kl = {index: max(found[str(index)], 0.0) for index in self.layers}
         total = sum(self.kl.values()) or 1.0
         self.share = {index: kl / total for index, kl in self.kl.items()}
@@ -185,11 +186,14 @@ class _Work:
             self.calibrated = {index: memory.state_dict() for index, memory in whole.model.memories().items()}
         for index, memory in model.model.memories().items():
             if memory.calibrates:
-                memory.load_state_dict(self.calibrated[index])
+                memory.load_state_dict(self.calibrated[index], assign=True)  # shared, not copied
 
-    def _kl(self, models: dict[str, Any], texts: Tensor) -> dict[str, float]:
-        """The mean KL of each model to the base, over the positions past the smallest window."""
-        found = evaluate(models, texts, start=self.start, batch_size=1)
+    def _kl(self, models: dict[str, Any], texts: Tensor, every: int = 1) -> dict[str, float]:
+        """The mean KL of each model to the base, over the positions past the smallest window, or ``every`` n-th one."""
+        labels = torch.full_like(texts, -100)
+        labels[:, self.start + 1 :: every] = 0  # what the next token is does not matter to a KL
+        tell = lambda done, rows: self.say(f"  row {done} of {rows}")  # noqa: E731
+        found = evaluate(models, texts, start=self.start, labels=labels, batch_size=1, on_batch=tell)
         return {name: found[name].mean_kl for name in models}
 
     @torch.no_grad()

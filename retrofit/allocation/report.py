@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from patches.errors import RetrofitError
+from patches.kinds import find_kind
 from retrofit.evaluation.perplexity import read_sequences
 from retrofit.evaluation.scores import gap_closed
 from retrofit.families import is_retrofit
-from retrofit.loading import load_base, load_config, load_tokenizer
+from retrofit.loading import load_base, load_tokenizer
 
 from .allocate import Allocation, allocate
 from .recipe import write_memory
@@ -58,13 +59,12 @@ def report(
     Args:
         source: the base's checkpoint.
         data: anything :func:`read_sequences` takes.
-        dtype: in which bytes are counted; ``"auto"`` is the checkpoint's own.
+        dtype: in which the base runs and bytes are counted; ``"auto"`` is the checkpoint's own.
         others: as for :func:`retrofit.allocation.allocate.allocate`.
 
     Raises:
         RetrofitError: too little text, a base that has a memory already, or as :func:`allocate`.
     """
-    own = getattr(load_config(source), "dtype", None)
     texts = read_sequences(data, load_tokenizer(source), length=length)
     if len(texts) < 2 * rows:
         raise RetrofitError(
@@ -72,18 +72,16 @@ def report(
             "give more text, fewer --rows or a shorter --length"
         )
     texts = texts[torch.linspace(0, len(texts) - 1, 2 * rows).round().long()]
-    counted = getattr(torch, dtype) if dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
-    gpu = torch.cuda.is_available()
-    # a CPU is no slower in float32, in which a single layer's share is not lost among rounding errors
-    base = load_base(source, dtype=counted if gpu else torch.float32).eval().to("cuda" if gpu else "cpu")
+    base = load_base(source, dtype=dtype).eval().to("cuda" if torch.cuda.is_available() else "cpu")
     if is_retrofit(base):
         raise RetrofitError(f"{source} has a memory already: give the base that it was made from")
-    how: dict[str, Any] = {"sinks": sinks, "options": options, "dtype": counted, "say": say}
+    how: dict[str, Any] = {"sinks": sinks, "options": options, "say": say}
     found = allocate(base, kind, budget, texts[::2], texts[1::2], **how)
     layers, gaps = layer_rows(found), gap_rows(found, kind)
-    plan = (found.memory or found.window)["need"]
-    precision = str(counted).removeprefix("torch.")
-    said = "equal sizes, which nothing beat on the rows to choose on" if plan.even else "sizes by need"
+    precision = str(base.dtype).removeprefix("torch.")
+    said = "equal sizes, which nothing beat on the rows to choose on" if found.chosen.even else "sizes by need"
+    if find_kind(kind).trainable:
+        said += f", chosen without the memory: now fit {kind} with `retrofit distill`"
     title = f"{source}: {budget:,} bytes per layer in {precision}, sinks left out"
     notes = (
         f"retrofit allocate {source} --data {data} --bytes {budget} --memory {kind}\n{said}; KL to full attention:\n"
@@ -98,10 +96,9 @@ def report(
 
 def layer_rows(found: Allocation) -> list[dict[str, Any]]:
     """The recipe, layer by layer."""
-    sizes = found.sizes
     return [
         {"layer": layer, "share": found.share[layer], "window": size.window, "rows": size.rows, "bytes": size.bytes}
-        for layer, size in sizes.items()
+        for layer, size in found.chosen.sizes.items()
     ]
 
 
@@ -110,7 +107,10 @@ def gap_rows(found: Allocation, kind: str) -> list[dict[str, Any]]:
     rows = []
     for name, plans in ((WINDOW, found.window), (kind, found.memory)):
         for key, plan in (plans or {}).items():
-            sizes = "even" if key == "even" else "by need" + (" (even)" if plan.even else "")
+            size = next(iter(plan.sizes.values()))
+            rows_too = "" if size.rows is None else f", {size.rows:,} rows"
+            alike = f"even: window {size.window:,}{rows_too}"
+            sizes = alike if key == "even" else "by need" if not plan.even else "by need: even"
             closed = gap_closed(plan.kl_held_out, found.window["even"].kl_held_out)
             figures = {"kl": plan.kl, "kl_held_out": plan.kl_held_out, "gap_closed": closed}
             rows.append({"name": name, "sizes": sizes, **figures})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distill.bench import gpu
+from distill.bench import gpu, kernel_checks
 from patches.kernels import OPS
 from patches.kinds import KINDS
 from tests.helpers import ROOT
@@ -24,7 +24,7 @@ def test_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "dry run on the CPU" in capsys.readouterr().out
     sections = found["sections"]
     assert list(sections) == list(gpu.SECTIONS)
-    assert len(sections["ops"]) == 2 * 2 * len(OPS)
+    assert len(sections["ops"]) == 2 * 2 * len(OPS) + 2  # merge in float32 alone
     assert {row["name"] for row in sections["models"]} == set(KINDS)
     assert {row["name"] for row in sections["reading and decoding"]} == {"full attention", *KINDS}
     assert {row["right"] for name in ("ops", "models") for row in sections[name]} == {"right"}
@@ -36,7 +36,7 @@ def test_a_section_that_fails_loses_no_other(tmp_path: Path, monkeypatch: pytest
         raise ValueError("no such kernel")
 
     def wrong(session: gpu.Session) -> None:
-        gpu._judge(session, "models", "joint", gpu.torch.float32, "fla", 0.5)
+        kernel_checks._judge(session, "models", "joint", gpu.torch.float32, "fla", 0.5)
 
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     sections = {"ops": (broken, gpu.SECTIONS["ops"][1]), "models": (wrong, gpu.SECTIONS["models"][1])}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from patches import kernels
+from retrofit.doctor import examine
 from tests.conftest import tiny_base
 from tests.helpers import ROOT, awake, feed, left_mask, logits, positions, tokens
 
@@ -88,6 +89,13 @@ def test_a_model(options: dict[str, Any]) -> None:
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     assert logits(model, ids).isfinite().all()
+
+
+def test_doctor_says_what_ran() -> None:
+    with kernels.forced("triton"):
+        found = {finding.name: finding.found for finding in examine()}
+    assert found["memory kvm"] == "triton: merge"
+    assert found["merge"] == "triton (forced: RETROFIT_KERNELS)"
 
 
 COMPILED = """

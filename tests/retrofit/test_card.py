@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 import retrofit
 from retrofit.card import adapter_card, model_card
+from tests.conftest import tiny_base
 
 
 def metadata(card: str) -> dict[str, Any]:
@@ -63,3 +64,13 @@ def test_it_is_written_beside_the_weights(make_base: Callable[..., PreTrainedMod
     model = retrofit.patch(make_base("Qwen2"), "ahn-gdn", 32, 4)
     retrofit.save_adapter(model, tmp_path / "adapter", details="made by hand")
     assert "made by hand" in (tmp_path / "adapter" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("by_layer", "said"), [
+    ({"0": {"rows": [3, 1]}}, "up to there the model is its base; layers have options of their own"),
+    ({"0": {"window": 6}}, "a window of 8 tokens, but in some layers otherwise"),
+])  # fmt: skip
+def test_what_is_said_of_layers_unlike_each_other(by_layer: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model = retrofit.patch(tiny_base("Llama"), "expected", 8, 2, by_layer=by_layer)
+    retrofit.save_adapter(model, tmp_path / "adapter")
+    assert said in (tmp_path / "adapter" / "README.md").read_text()

@@ -197,10 +197,16 @@ def test_what_a_memory_cannot_follow_is_refused(export: Export, settings: dict[s
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("tova", {}), ("kvm", {"budget": "saturating"}), ("ahn-gdn", {"layers": [0]})]
+    ("kind", "options"),
+    [
+        ("tova", {}),
+        ("kvm", {"budget": "saturating"}),
+        ("ahn-gdn", {"layers": [0]}),
+        ("joint", {"by_layer": {"1": {"window": 5}}}),
+    ],
 )
 def test_memories_without_a_page_are_refused(export: Export, kind: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"pages of fixed size|keep the base's own attention"):
+    with pytest.raises(ValueError, match=r"pages of fixed size|keep the base's own attention|of their own"):
         configured(export("Llama", kind, **options))
 
 

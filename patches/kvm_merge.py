@@ -54,6 +54,8 @@ def load_merge(device: str, gradient: bool) -> Callable[..., Any]:
     """
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ImportError("Triton's kernels need a GPU")
-    from .kvm_triton import merge
+    from .kvm_triton import merge, triton
 
+    if triton is None:
+        raise ImportError("KVM's kernels need triton: pip install triton")
     return merge

@@ -5,6 +5,7 @@ float32 numbers, not rounded to TF32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,13 +14,17 @@ from torch import Tensor
 try:
     import triton
     from triton import language as tl
-except ImportError as error:
-    raise ImportError(f"KVM's kernels need triton ({error}): pip install triton") from error
+except ImportError:  # an export imports every file that it carries
+    triton, tl = None, SimpleNamespace(constexpr=None)
 
 from .kvm_merge import roundings
 
-TINY = tl.constexpr(1e-12)  # least length, as torch's normalize has it
 TOKENS, ROWS, COLUMNS = 16, 32, 64  # tiles; no product may be smaller than 16
+
+
+def kernel(function: Any) -> Any:
+    """A function that Triton compiles, where there is a Triton."""
+    return function if triton is None else triton.jit(function)
 
 
 def merge(rows: Tensor, probe: Tensor, written: Tensor, head: Tensor) -> Tensor:
@@ -51,18 +56,18 @@ class _Added(torch.autograd.Function):
         return grad, grad.gather(2, target.unsqueeze(-1).expand(-1, -1, -1, grad.shape[-1])), None
 
 
-@triton.jit
+@kernel
 def likeness(x, rows, head, first, M, R, D, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Cosines of tokens ``x`` (tokens, WIDTH) of unit length and of the rows from ``first`` on, (tokens, ROWS)."""
     row, d = first + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     there = (row[:, None] < M) & (d[None, :] < D)
     sums = tl.load(rows + (head * M + row[:, None]) * R + d[None, :], mask=there, other=0.0)
-    length = tl.maximum(tl.sqrt(tl.sum(sums * sums, 1)), TINY)
+    length = tl.maximum(tl.sqrt(tl.sum(sums * sums, 1)), 1e-12)  # as torch's normalize has it
     near = tl.dot(x, tl.trans(sums), input_precision="ieee") / length[None, :]
     return tl.where(row[None, :] < M, near, float("-inf"))
 
 
-@triton.jit
+@kernel
 def find(probe, rows, target, C, M, R, D, tie, WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
     """The first of the likest rows for a few tokens of one head; a program for each such few."""
     head = tl.program_id(0)
@@ -81,7 +86,7 @@ def find(probe, rows, target, C, M, R, D, tie, WIDTH: tl.constexpr, TOKENS: tl.c
     tl.store(target + head * C + token, tl.minimum(found, M - 1).to(tl.int64), mask=token < C)
 
 
-@triton.jit
+@kernel
 def add(rows, written, target, out, C, M, R, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile of the new rows of one head: the old ones, and each token that joins one of them, in the tokens' order."""
     head = tl.program_id(0)

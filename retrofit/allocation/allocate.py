@@ -186,7 +186,7 @@ class _Work:
             self.calibrated = {index: memory.state_dict() for index, memory in whole.model.memories().items()}
         for index, memory in model.model.memories().items():
             if memory.calibrates:
-                memory.load_state_dict(self.calibrated[index])
+                memory.load_state_dict(self.calibrated[index], assign=True)  # shared, not copied
 
     def _kl(self, models: dict[str, Any], texts: Tensor, every: int = 1) -> dict[str, float]:
         """The mean KL of each model to the base, over the positions past the smallest window, or ``every`` n-th one."""

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from distill.objective import Objective
 from distill.offload import Waiting, offloaded
 from patches.config import MemoryConfig
+from retrofit.costs.flops import Shape
 from retrofit.patching import skeleton
 
 
@@ -97,17 +98,24 @@ def step_bytes(
         two, three = (peaks(tokens, layers) for layers in (2, 3))
         return [a + (config.num_hidden_layers - 2) * (b - a) for a, b in zip(two, three, strict=True)]
 
+    elsewhere = 0  # of the teacher's cache: all but the layer at work and the one that comes next
+    if objective is not None and objective.offload_teacher:
+        shape = Shape.of(config)
+        of_layer = 2 * shape.kv_heads * shape.head_dim * rows * tokens * dtype.itemsize
+        elsewhere = max(0, shape.layers - 2) * of_layer
     if segment is not None:
         # a few segments past the window, each adds as much as the one before: to the forward pass, which also holds
         # the teacher's cache, more than to the backward pass
         few = segment * (2 - -(settings.window + settings.sinks) // segment)
         if tokens > few + segment:
             pairs = zip(of_all_layers(few), of_all_layers(few + segment), strict=True)
-            return max(a + (b - a) * (tokens - few) // segment for a, b in pairs)
+            forward, backward = (a + (b - a) * (tokens - few) // segment for a, b in pairs)
+            return max(forward - elsewhere, backward)
     elif checkpointing:  # a layer's input is all that is kept of it, and that may wait elsewhere
         states = 0 if offload else rows * tokens * config.hidden_size * dtype.itemsize
         return max(peaks(tokens, 2)) + (config.num_hidden_layers - 2) * states
-    return max(of_all_layers(tokens))
+    forward, backward = of_all_layers(tokens)
+    return max(forward - elsewhere, backward)
 
 
 def checkpoint_layers(model: Any) -> None:

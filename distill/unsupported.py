@@ -55,11 +55,11 @@ def refuse_unsupported(model: Any, args: DistillArguments) -> None:
             launcher("ACCELERATE_USE_FSDP") and not args.fsdp,
             "remove it there and set fsdp",
         ),
-        "context and tensor parallelism": (
+        "context, sequence and tensor parallelism": (
             getattr(args, "parallelism_config", None)
             or launcher("ACCELERATE_USE_PARALLELISM_CONFIG")
             or getattr(model, "_device_mesh", None) is not None,
-            "use data parallelism or DeepSpeed's ZeRO-3 (deepspeed=...)",
+            "set segment for rows longer than a GPU holds, and fsdp or deepspeed for a base larger than that",
         ),
         "label_smoothing_factor": (
             args.label_smoothing_factor,

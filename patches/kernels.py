@@ -1,9 +1,10 @@
 """One table of kernels: for an op, a device, a dtype and whether a gradient is wanted, the function that does it.
 
-Memories call the four ops below and know no backend. Tensors come as the model and its cache have them, each in its own
-dtype: ``(B, H, T, D)`` (to ``window_attention``: ``(B, T, H, D)``), and gates as projected, ``(B, T, H)``. What is read
-is ``(B, T, H, D)``, and so are all arguments of the functions in the table. The torch forms of scan.py and window.py
-are the reference, and serve wherever nothing else does.
+Memories call the four ops below (and ``kvm`` the row for ``"merge"``, see kvm_merge.py) and know no backend. Tensors
+come as the model and its cache have them, each in its own dtype: ``(B, H, T, D)``, in which transformers keeps caches
+(to ``window_attention``: ``(B, T, H, D)``), and gates as projected, ``(B, T, H)``. What is read is ``(B, T, H, D)``,
+and so are all arguments of the functions in the table, as flash-linear-attention has them; a view lies between.
+The torch forms of scan.py and window.py are the reference, and serve wherever nothing else does.
 
 ``RETROFIT_KERNELS`` forces the choice: names of backends with commas between them; what none of them serves runs on
 torch. Left unset, the first row of ``TABLE`` that fits and can be imported is taken.

@@ -28,7 +28,7 @@ SHIPPED = ("zero2", "zero3")
 UNSUPPORTED = {
     "elasticity": "a run has one batch size",
     "tensor_parallel": "a memory is not split by heads",
-    "sequence_parallel_size": "a memory reads a sequence from its beginning",
+    "sequence_parallel_size": "a memory reads a row from its beginning (set segment for long rows)",
     "pipeline": "teacher and student are one model in every process",
     "compression_training": "the base has to stay as it is",
     "autotuning": "it starts runs of its own",

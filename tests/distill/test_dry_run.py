@@ -143,6 +143,17 @@ def test_long_rows_are_predicted_from_a_few_segments() -> None:
     assert step_bytes(config, settings, 1, tokens, torch.float32, False) > 2 * predicted
 
 
+def test_a_teacher_in_main_memory_takes_two_layers_of_its_cache() -> None:
+    config = Qwen2Config(**{**CONFIG, "hidden_size": 64, "num_hidden_layers": 12})
+    settings, tokens = MemoryConfig("ahn-gdn", 28, 4), 2**16
+    here, elsewhere = (
+        step_bytes(config, settings, 1, tokens, torch.float32, True, Objective(segment=32, offload_teacher=offloaded))
+        for offloaded in (False, True)
+    )
+    of_layer = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads * 4 * tokens
+    assert 0 < here - elsewhere <= 10 * of_layer
+
+
 def test_checkpointing_keeps_one_row_of_states_per_layer() -> None:
     settings = MemoryConfig("ahn-gdn", 32, 4)
     deep = Qwen2Config(**{**CONFIG, "num_hidden_layers": 40})

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerFast
@@ -280,7 +281,9 @@ def test_early_stopping_stops_at_the_step_after_the_best(
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
         ({}, {"ACCELERATE_USE_FSDP": "true"}, "FSDP of accelerate's configuration"),
-        ({}, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "context and tensor parallelism"),
+        ({}, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "context, sequence and tensor parallelism"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, {}, "context, sequence and tensor parallelism"),
+        ({"parallelism_config": ParallelismConfig(sp_size=2)}, {}, "context, sequence and tensor parallelism"),
     ],
 )
 def test_what_the_trainer_would_ignore_is_refused(

@@ -8,7 +8,7 @@ import pytest
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 import patches
-from tests.helpers import ROOT
+from tests.helpers import ROOT, fresh_process
 
 FOLDER = Path(patches.__file__).parent
 FILES = sorted(FOLDER.glob("*.py"))
@@ -49,6 +49,12 @@ def test_nothing_but_torch_and_transformers_is_needed(file: Path) -> None:
     others = {module.partition(".")[0] for level, module, _ in imported(file) if not level}
     assert set(get_imports(file)) - set(sys.stdlib_module_names) <= {"torch", "transformers"}
     assert not others & {"retrofit", "distill", "cli", "recipes", "tests", "patches"}
+
+
+def test_each_file_imports_without_them(tmp_path: Path) -> None:
+    """An export imports every file that it carries, whatever it uses."""
+    code = "import importlib\n" + "\n".join(f"importlib.import_module('patches.{file.stem}')" for file in FILES)
+    fresh_process(code, tmp_path, hide=["triton", "fla", "flash_attn"], path=ROOT)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

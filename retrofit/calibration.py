@@ -12,11 +12,13 @@ from patches.padding import Starts
 from patches.step import Pass, Step
 
 from .evaluation.perplexity import read_sequences
+from .evaluation.scores import evaluate
 from .loading import load_tokenizer
 from .shares import Needs
 
 TEXTS, LENGTH = 8, 1024  # rows and tokens of a row that are read of a user's text
 Watch = Callable[[int, Any, Step, Tensor], None]
+PARTS = (1.0, 0.5, 0.0)  # of the way from even shares to those by need
 ROUNDS = 2  # first what the queries are like, then how the keys stand to them
 
 
@@ -47,7 +49,7 @@ def calibrate(model: Any, texts: Iterable[Tensor]) -> None:
             memory.settle()
     if needs is not None:
         _read(model, texts, needs.add)
-        needs.give(model)
+        _share(model, needs, texts)
 
 
 def measure_needs(model: Any, texts: list[Tensor]) -> Needs:
@@ -55,6 +57,22 @@ def measure_needs(model: Any, texts: list[Tensor]) -> Needs:
     needs = _needs(model.get_decoder(), texts)
     _read(model, texts, needs.add)
     return needs
+
+
+def _share(model: Any, needs: Needs, texts: list[Tensor]) -> None:
+    """Shares by need, even ones or those halfway: whichever leave the model nearest to its base on the texts.
+
+    What a head changes in the residual stream is not always what matters in the end. Where the texts are too short for
+    the window, nothing can be compared, and shares go by need.
+    """
+    start = max(memory.capacity for memory in model.get_decoder().memories().values())
+    long = [ids for ids in texts if ids.shape[1] > start + 1]
+    found = {}
+    for part in PARTS if long else PARTS[:1]:
+        needs.give(model, part)
+        scores = (evaluate({"": model}, ids.to(model.device), start=start, batch_size=1)[""] for ids in long)
+        found[part] = sum(score.mean_kl for score in scores)
+    needs.give(model, min(found, key=lambda part: found[part]))
 
 
 def _needs(body: Any, texts: list[Tensor]) -> Needs:

@@ -81,12 +81,13 @@ class Needs:
                 relative = change / lengths[text, queries].to(dtype)
                 self.losses[index][head] += relative.square().mean(-1).cpu().float()
 
-    def give(self, model: Any) -> None:
+    def give(self, model: Any, part: float = 1.0) -> None:
         """Give each key/value head its share of the rows that there are in all, and write them to the configuration,
         so that they are saved.
 
         Args:
             model: the one that was measured, or one of the same base, windows, sinks and tilt.
+            part: of the way from even shares (0) to those by need (1).
         """
         memories = {index: model.get_decoder().memories()[index] for index in self.losses}
         total, curves = sum(sum(memory.rows) for memory in memories.values()), []
@@ -94,7 +95,11 @@ class Needs:
             scale = memory.window / self.windows[index]
             grid = [round(share * self.evicted[index] * scale) for share in GRID]
             curves += [(grid, losses.tolist()) for losses in self.losses[index]]
-        given = iter(divide(curves, total))
+        even = total / len(curves)
+        wanted = [even + part * (number - even) for number in divide(curves, total)]
+        whole = [int(number) for number in wanted]
+        rest = sorted(range(len(whole)), key=lambda at: whole[at] - wanted[at])[: total - sum(whole)]
+        given = iter(number + (at in rest) for at, number in enumerate(whole))
         named = MemoryConfig.from_dict(model.config.memory).named_layers()
         for index, memory in memories.items():
             own = [next(given) for _ in range(memory.kv_heads)]

@@ -46,7 +46,12 @@ def save_optimizer(trainer: Any, folder: str) -> None:
 
 def load_memory(model: Any, file: Path) -> None:
     """:func:`retrofit.adapter.load_memory_weights` for a model in parts; each process takes its own."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.tensor import distribute_tensor
 
-    how = StateDictOptions(full_state_dict=True, strict=False)
-    set_model_state_dict(model, dict(read_memory_weights(model, file)), options=how)
+    for memory in model.model.memories().values():
+        memory.reshard()
+    parts: dict[str, Any] = dict(model.memory_parameters())
+    with torch.no_grad():
+        for name, whole in read_memory_weights(model, file).items():
+            mesh, placements = parts[name].device_mesh, parts[name].placements
+            parts[name].copy_(distribute_tensor(whole.to(mesh.device_type), mesh, placements))

@@ -8,12 +8,18 @@ from torch import Tensor
 
 import retrofit
 from patches.errors import RetrofitError
-from retrofit.calibration import calibrate
+from retrofit.calibration import PARTS, calibrate
+from retrofit.evaluation.scores import evaluate
 from retrofit.shares import GRID, divide
 from tests.conftest import tiny_base
 from tests.helpers import logits, tokens
 
 WINDOW, SINKS, LENGTH = 8, 2, 66  # 56 tokens leave the window: every share of GRID is another number of rows
+
+
+@pytest.fixture(autouse=True)
+def always_by_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrofit.calibration.PARTS", (1.0,))
 
 
 def by_need(base: Any, rows: int = 9, **options: Any) -> Any:
@@ -55,7 +61,7 @@ def test_what_is_measured_is_what_a_layer_loses(monkeypatch: pytest.MonkeyPatch)
     found: dict[int, Tensor] = {}
     monkeypatch.setattr("retrofit.shares.EVERY", 1)
     monkeypatch.setattr("retrofit.shares.TEXT", 1)
-    monkeypatch.setattr("retrofit.shares.Needs.give", lambda needs, _: found.update(needs.losses))
+    monkeypatch.setattr("retrofit.shares.Needs.give", lambda needs, *_: found.update(needs.losses))
     model = retrofit.patch(base, "expected", WINDOW, SINKS, rows=9, shares="need", layers=[0]).eval()
     calibrate(model, [ids])
     number = round(GRID[4] * (LENGTH - WINDOW - SINKS))
@@ -109,6 +115,20 @@ def test_calibrating_again_changes_nothing() -> None:
     rows = of_each(model)
     calibrate(model, [tokens(1, LENGTH, seed=3)])
     assert of_each(model) == rows
+
+
+@pytest.mark.parametrize("first", PARTS)
+def test_the_shares_that_leave_the_model_nearest_are_taken(first: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, ids = tiny_base("Llama"), tokens(1, LENGTH, seed=3)
+    by_part = {}
+    for part in PARTS:
+        monkeypatch.setattr("retrofit.calibration.PARTS", (part,))
+        model = by_need(base)
+        assert sum(map(sum, of_each(model))) == 36
+        by_part[part] = (of_each(model), evaluate({"": model}, ids, start=WINDOW + SINKS)[""].mean_kl)
+    assert set(by_part[0.0][0]) == {(9, 9)}
+    monkeypatch.setattr("retrofit.calibration.PARTS", (first, *(part for part in PARTS if part != first)))
+    assert of_each(by_need(base)) == min(by_part.values(), key=lambda one: one[1])[0]
 
 
 def test_a_curve_that_is_steep_later_is_reached_for_its_end() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from torch import Tensor
 
 import retrofit
@@ -15,6 +16,7 @@ from distill.data.split import PackedRows
 from distill.parallel.processes import join, trainer_settings
 from distill.parallel.zero import find_config
 from distill.trainer import DistillTrainer
+from retrofit.adapter import PREFIX, WEIGHTS
 from retrofit.lm_head import gathered, is_shared
 from tests.conftest import tiny_base
 
@@ -105,10 +107,18 @@ def main(folder: Path, mode: str, dtype: str) -> None:
     # saved at the end of a run, from all processes
     straight.save_model(str(folder / "adapter"))
     trained = weights(straight)
+    checkpoint = folder / "straight" / f"checkpoint-{STOP}"
+    if config is None:  # as the best one is taken at the end of a run, right after an evaluation
+        straight.evaluate()
+        straight._load_from_checkpoint(str(checkpoint))
+        saved = load_file(checkpoint / WEIGHTS)
+        facts["loaded_equal"] = all(
+            torch.equal(value, saved[PREFIX + name]) for name, value in weights(straight).items()
+        )
     AcceleratorState._reset_state()  # a second run in this process would find the first one's engine
     again = trainer_of(folder / "again", batch, getattr(torch, dtype), **settings)
     torch.manual_seed(99)  # whatever state the new process is in
-    again.train(resume_from_checkpoint=str(folder / "straight" / f"checkpoint-{STOP}"))
+    again.train(resume_from_checkpoint=str(checkpoint))
     resumed = weights(again)
     facts["resumed_equal"] = all(torch.equal(value, resumed[name]) for name, value in trained.items())
     facts["resumed_losses"] = curve(again, "loss")

@@ -104,6 +104,10 @@ def test_resuming_gives_the_same_weights(two: dict[str, Any]) -> None:
     assert two["resumed_local_losses"] == two["local_losses"]
 
 
+def test_a_checkpoint_can_be_taken_at_the_end(two: dict[str, Any]) -> None:
+    assert two.get("loaded_equal", two["mode"].startswith("zero"))
+
+
 def test_the_adapter_is_whole(two: dict[str, Any]) -> None:
     adapted = retrofit.load_adapter(tiny_base("Qwen2"), two["folder"] / "adapter")
     for name, parameter in adapted.memory_parameters():

@@ -185,7 +185,7 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
         f"trained: {plan.trained:,} parameters ({plan.trained / plan.base_parameters:.2%} of the base)",
         f"sinks and window: {drawn}; scored positions per row: {plan.scored:,.0f} at most",
         f"TFLOP per step and GPU: {flops} (checkpointing is {chosen}){local}",
-        f"several GPUs: {divided} (--deepspeed none, zero2, zero3)",
+        f"several GPUs: {divided} (--deepspeed none, zero2, zero3 or --fsdp)",
         f"hours: {took:,.2f} for {recipe.steps} steps on any number of GPUs, at "
         f"{utilisation:.0%} of {peak_tflops:,.0f} TFLOP/s (989 is H100 and H200, dense bfloat16), full rows{passes}",
         "GiB: weights and optimizer by formula, activations from the step run on tensors without data, within 15 % of "

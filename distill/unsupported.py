@@ -16,7 +16,17 @@ APART = (
     ("torch_compile", "window_sampling", "which would compile a step for every window that is drawn"),
     ("torch_compile", "deepspeed", "whose engine runs the model in its own way"),
     ("torch_compile", "fsdp", "which gathers weights while a step runs"),
+    ("fsdp", "deepspeed", "which divides the weights as well"),
+    (
+        "fsdp",
+        "segment",
+        "of which rows may have different numbers, while all processes gather weights in step",
+    ),
+    ("fsdp", "activation_offload", "which moves the weights as well"),
+    ("fsdp", "local_steps", "which need the weights of a layer whole"),
+    ("fsdp", "lora", "whose weights it would save empty"),
 )
+UNSET: tuple[Any, ...] = (None, 0, "fixed", {})  # what such a setting is where it was not made
 
 
 def refuse_together(settings: Any) -> None:
@@ -29,8 +39,8 @@ def refuse_together(settings: Any) -> None:
         RetrofitError: two such are set.
     """
     for name, other, why in APART:
-        value = getattr(settings, other)
-        if getattr(settings, name) and value and value != "fixed":
+        value = getattr(settings, other, None)
+        if getattr(settings, name) and value not in UNSET:
             raise RetrofitError(f"{name} does not go with {other}={value}, {why}: leave one of them out")
 
 
@@ -74,20 +84,19 @@ def refuse_unsupported(model: Any, args: DistillArguments) -> None:
     engine = getattr(args, "hf_deepspeed_config", None)
     if args.fsdp:
         _check_fsdp(model, args)
-    elif engine is None or not engine.is_zero3():
+    if engine is None or not engine.is_zero3():
         return
-    name = "FSDP" if args.fsdp else "ZeRO-3"
     if lora_layers(model):
-        raise RetrofitError(f"LoRA does not work with {name}, which would save it empty: use zero2")
+        raise RetrofitError("LoRA does not work with ZeRO-3, which would save it empty: use zero2")
     if args.segment is not None:
         raise RetrofitError(
-            f"segment does not work with {name}, whose processes gather weights in step though their rows may have "
+            "segment does not work with ZeRO-3, whose processes gather weights in step though their rows may have "
             "different numbers of segments: use zero2, or leave segment out"
         )
     if args.activation_offload:
-        raise RetrofitError(f"activation_offload does not work with {name}, which moves the weights as well: use zero2")
+        raise RetrofitError("activation_offload does not work with ZeRO-3, which moves the weights as well: use zero2")
     if args.local_steps:
-        raise RetrofitError(f"local steps do not work with {name}, which has no layer's weights whole: use zero2")
+        raise RetrofitError("local steps do not work with ZeRO-3, which has no layer's weights whole: use zero2")
 
 
 def _check_fsdp(model: Any, args: DistillArguments) -> None:
@@ -98,7 +107,7 @@ def _check_fsdp(model: Any, args: DistillArguments) -> None:
         )
     if args.world_size == 1:
         raise RetrofitError("FSDP divides the weights among processes: start two or more (--nproc), or leave it out")
-    if getattr(args, "hf_deepspeed_config", None) is not None:
-        raise RetrofitError("fsdp and deepspeed both divide the weights: leave one of them out")
+    if lora_layers(model):
+        raise RetrofitError("LoRA does not work with FSDP, which would save it empty: use zero2")
     if getattr(model, "hf_quantizer", None) is not None:
         raise RetrofitError("FSDP does not divide quantised weights: leave fsdp out")

@@ -98,7 +98,9 @@ def allocate(
     if sizer.option in options:
         raise RetrofitError(f"{sizer.option}: that is what is allocated: leave it out")
     if "shares" in options:
-        raise RetrofitError("shares: with need, calibration would spread the rows once more: leave it out")
+        raise RetrofitError(
+            "shares: sizes are measured with even shares: leave it out, and set it in the recipe afterwards"
+        )
     work = _Work(base, sizer, budget, texts, held_out, say)
     window = work.plans(Sizer(base.config, "none", sinks, {}, sizer.dtype))
     own = window if kind == "none" else work.plans(sizer)

@@ -307,8 +307,8 @@ def test_what_the_trainer_would_ignore_is_refused(
     [
         ({}, 1, "start two or more"),
         ({"fsdp_config": {"version": 1}}, 2, "second version only"),
-        ({"segment": 8}, 2, "segment does not work with FSDP"),
-        ({"local_steps": 1}, 2, "local steps do not work with FSDP"),
+        ({"segment": 8}, 2, "fsdp does not go with segment=8"),
+        ({"local_steps": 1}, 2, "fsdp does not go with local_steps=1"),
     ],
 )
 def test_what_does_not_go_with_fsdp_is_refused(

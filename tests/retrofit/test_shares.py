@@ -131,6 +131,14 @@ def test_the_shares_that_leave_the_model_nearest_are_taken(first: float, monkeyp
     assert of_each(by_need(base)) == min(by_part.values(), key=lambda one: one[1])[0]
 
 
+def test_texts_shorter_than_eight_windows_are_not_compared_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that even shares hold whole would always speak for them."""
+    monkeypatch.setattr("retrofit.calibration.PARTS", PARTS)
+    model = retrofit.patch(tiny_base("Llama"), "expected", 20, 2, rows=50, shares="need").eval()
+    calibrate(model, [tokens(1, LENGTH, seed=3)])
+    assert len({rows for of_layer in of_each(model) for rows in of_layer}) > 1
+
+
 def test_a_curve_that_is_steep_later_is_reached_for_its_end() -> None:
     flat_then_steep = ([0, 4, 8], [8.0, 7.9, 0.0])
     assert divide([flat_then_steep, ([0, 8], [7.0, 0.0])], 8) == [8, 0]

@@ -34,8 +34,9 @@ def merge(rows: Tensor, probe: Tensor, written: Tensor, head: Tensor) -> Tensor:
     target = torch.empty(B, H, C, dtype=torch.long, device=rows.device)
     width = max(16, triton.next_power_of_2(D))
     grid = (B * H, triton.cdiv(C, TOKENS))
-    find[grid](probe, rows.detach(), target, C, M, R, D, roundings(rows), width, TOKENS, ROWS)
-    return _Added.apply(rows, written, target)
+    with torch.cuda.device_of(rows):  # Triton launches where torch is, not where the tensors are
+        find[grid](probe, rows.detach(), target, C, M, R, D, roundings(rows), width, TOKENS, ROWS)
+        return _Added.apply(rows, written, target)
 
 
 class _Added(torch.autograd.Function):

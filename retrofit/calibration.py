@@ -62,15 +62,18 @@ def measure_needs(model: Any, texts: list[Tensor]) -> Needs:
 def _share(model: Any, needs: Needs, texts: list[Tensor]) -> None:
     """Shares by need, those that were set or those halfway: whichever leave the model nearest to its base on the texts.
 
-    What a head changes in the residual stream is not always what matters in the end. Where the texts are too short for
-    the window, nothing can be compared, and shares go by need.
+    What a head changes in the residual stream is not always what matters in the end. On texts of less than
+    :data:`retrofit.shares.TEXT` windows too little would be dropped for a comparison, and shares go by need.
     """
-    start = max(memory.capacity for memory in model.get_decoder().memories().values())
-    long = [ids for ids in texts if ids.shape[1] > start + 1]
-    found, before = {}, needs.rows(model)
-    for part in PARTS if long else PARTS[:1]:
+    memories = model.get_decoder().memories()
+    measured = [memories[index] for index in needs.windows]
+    if [memory.window for memory in measured] != list(needs.windows.values()):
+        needs.give(model)
+        return
+    start, found, before = min(memory.capacity for memory in measured), {}, needs.rows(model)
+    for part in PARTS:
         needs.give(model, part, before)
-        scores = (evaluate({"": model}, ids.to(model.device), start=start, batch_size=1)[""] for ids in long)
+        scores = (evaluate({"": model}, ids.to(model.device), start=start, batch_size=1)[""] for ids in texts)
         found[part] = sum(score.mean_kl for score in scores)
     needs.give(model, min(found, key=lambda part: found[part]), before)
 

@@ -146,6 +146,8 @@ def join(deepspeed: bool) -> Processes:
     if not deepspeed and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise RetrofitError("accelerate's configuration asks for DeepSpeed: remove it there and pass --deepspeed FILE")
     ours = not dist.is_initialized()
+    # torch has another name for it, which transformers does not know
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     if deepspeed:
         # use_cpu=True or ACCELERATE_USE_CPU would have the DeepSpeed configuration ignored without a word, and without
         # a backend named here every process would take itself for the only one

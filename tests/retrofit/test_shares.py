@@ -131,6 +131,14 @@ def test_the_shares_that_leave_the_model_nearest_are_taken(first: float, monkeyp
     assert of_each(by_need(base)) == min(by_part.values(), key=lambda one: one[1])[0]
 
 
+def test_texts_shorter_than_eight_windows_are_not_compared_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that even shares hold whole would always speak for them."""
+    monkeypatch.setattr("retrofit.calibration.PARTS", PARTS)
+    model = retrofit.patch(tiny_base("Llama"), "expected", 20, 2, rows=50, shares="need").eval()
+    calibrate(model, [tokens(1, LENGTH, seed=3)])
+    assert len({rows for of_layer in of_each(model) for rows in of_layer}) > 1
+
+
 def test_a_curve_that_is_steep_later_is_reached_for_its_end() -> None:
     flat_then_steep = ([0, 4, 8], [8.0, 7.9, 0.0])
     assert divide([flat_then_steep, ([0, 8], [7.0, 0.0])], 8) == [8, 0]
@@ -169,3 +177,9 @@ def test_texts_of_few_tokens(length: int) -> None:
     model = retrofit.patch(tiny_base("Llama"), "expected", 2, 1, rows=5, shares="need").eval()
     calibrate(model, [tokens(1, length, seed=3)])
     assert sum(map(sum, of_each(model))) == 20
+
+
+def test_a_wide_window_in_a_layer_without_rows_leaves_the_others_comparable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrofit.calibration.PARTS", (1.0, 0.0))
+    wide = {"layers": [0], "others": "window", "by_layer": {"1": {"window": 3 * LENGTH}}}
+    assert sum(by_need(tiny_base("Llama"), **wide).model.memories()[0].rows) == 18

@@ -59,6 +59,7 @@ class Needs:
         q, k = (rotate(x.to(dtype), *(t.to(dtype) for t in turn)) for x in (step.q, step.k))
         v, arrival = step.v.to(dtype), torch.arange(n, device=k.device)
         tilt = memory.options.tilt * memory.window / window
+        lengths = lengths.to(k.device, dtype)  # the layer before may be on another one
         scores = memory.score(step.k.to(dtype), step.v, step) + tilt * arrival
         queries = arrival[window + self.sinks :: EVERY]
         near = (queries[:, None] - arrival < window) | (arrival < self.sinks)
@@ -78,7 +79,7 @@ class Needs:
                     left = weights * seen
                     missing.append((left @ v[text, head]) / left.sum(-1, keepdim=True) - full)
                 change = _projected(attention, torch.stack(missing), head, step.x.dtype).norm(dim=-1)  # (rows, m)
-                relative = change / lengths[text, queries].to(dtype)
+                relative = change / lengths[text, queries]
                 self.losses[index][head] += relative.square().mean(-1).cpu().float()
 
     def rows(self, model: Any) -> list[int]:

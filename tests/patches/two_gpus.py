@@ -5,6 +5,7 @@ Fake tensors have a device and no numbers, and an operation on tensors of two de
 
 import ctypes
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -100,7 +101,9 @@ def main(guard: str, kinds: list[str]) -> None:
     os.environ["RETROFIT_KERNELS"] = "torch"  # its own forms; the others' kernels are tested where they are
     torch.nn.functional.scaled_dot_product_attention = attention
     patches.window.scaled_dot_product_attention = patches.frames.scaled_dot_product_attention = attention
-    passes = {f"{kind}, padded {pads}": partial(run, kind, pads) for kind in kinds for pads in ((0,), (0, 5))}
+    passes: dict[str, Callable[[], None]] = {
+        f"{kind}, padded {pads}": partial(run, kind, pads) for kind in kinds for pads in ((0,), (0, 5))
+    }
     for name, trace in {**passes, "rows by need": measure}.items():
         try:
             trace()

@@ -25,6 +25,7 @@ from distill.data.tokens import TokenRows, find_column
 from distill.lora import add_lora, save_lora
 from distill.recipe import Recipe
 from patches.kinds import KINDS
+from retrofit.allocation.recipe import read_memory
 from retrofit.convert import published_name
 from retrofit.evaluation.run import run_evaluation
 from retrofit.evaluation.settings import Settings
@@ -191,11 +192,24 @@ def test_a_base_is_quantised_as_the_page_says(at_home: Path, tmp_path: Path, mon
 
 
 def test_chosen_rows_are_calibrated(make_base: Callable[..., PreTrainedModel]) -> None:
-    (code,) = blocks("docs/memories/expected.md", "python")
-    assert "window=2048, sinks=4, rows=1024" in code
-    names: dict[str, Any] = {"retrofit": retrofit, "base": make_base("Llama"), "ids": torch.randint(3, 101, (2, 40))}
-    exec(code.replace("window=2048, sinks=4, rows=1024", "window=8, sinks=2, rows=6"), names)
-    assert names["model"](names["ids"]).logits.isfinite().all()
+    alike, by_need = blocks("docs/memories/expected.md", "python")
+    ids = torch.randint(3, 101, (2, 70))
+    names: dict[str, Any] = {"retrofit": retrofit, "base": make_base("Llama"), "ids": ids}
+    names["rows_of_1024_tokens"] = [ids[:1], ids[1:]]
+    for code, sizes in ((alike, "window=2048, sinks=4, rows=1024"), (by_need, "window=512, sinks=4, rows=636")):
+        assert sizes in code
+        exec(code.replace(sizes, "window=8, sinks=2, rows=6"), names)
+        assert names["model"](ids).logits.isfinite().all()
+    assert sum(sum(memory.rows) for memory in names["model"].model.memories().values()) == 24
+
+
+def test_a_recipe_of_layers_is_taken(tmp_path: Path, make_base: Callable[..., PreTrainedModel]) -> None:
+    (recipe,) = blocks("docs/allocate.md", "yaml")
+    (tmp_path / "by-need.yaml").write_text(recipe)
+    base = make_base("Llama", num_hidden_layers=8)
+    model = retrofit.patch(base, **read_memory(tmp_path / "by-need.yaml"))
+    sizes = [(memory.window, *memory.rows) for memory in model.model.memories().values()]
+    assert sizes == [(40, 62, 62), *[(128, 62, 62)] * 3, *[(300, 90, 90)] * 4]
 
 
 def test_lora_beside_a_memory_loads_as_the_page_says(
@@ -249,6 +263,7 @@ def test_no_block_is_left_out() -> None:
     here = {("README.md", "python"), ("docs/distillation.md", "python"), ("docs/distillation.md", "yaml")}
     here |= {
         ("docs/gpu.md", "python"),
+        ("docs/allocate.md", "yaml"),
         ("docs/data.md", "yaml"),
         ("docs/data.md", "json"),
         ("docs/memories/expected.md", "python"),

@@ -245,10 +245,10 @@ class Recipe:
                 "set more steps, or fewer local ones"
             )
         # with window_sampling too: held-out rows are scored at the window that is saved
-        if self.seq_len < self.window + self.sinks + 2:
+        if self.seq_len < self.lossless + 2:
             raise RetrofitError(
-                f"seq_len: {self.seq_len} tokens never leave a window of {self.window} and {self.sinks} sinks, so "
-                f"there is nothing to learn: set {self.window + self.sinks + 2} or more, or set a smaller window"
+                f"seq_len: {self.seq_len} tokens never leave a window of {self.lossless - self.sinks} and {self.sinks} "
+                f"sinks, so there is nothing to learn: set {self.lossless + 2} or more, or set a smaller window"
             )
 
     @classmethod
@@ -268,6 +268,12 @@ class Recipe:
             return cls(**data)
         except RetrofitError as error:
             raise RetrofitError(f"{where}: {error}") from None
+
+    @property
+    def lossless(self) -> int:
+        """S and the narrowest window that is named, of all layers or of some."""
+        named = [other.get("window") for other in self.by_layer.values() if isinstance(other, dict)]
+        return self.sinks + min([self.window, *(window for window in named if type(window) is int)])
 
     def places(self) -> tuple[str, str, Path]:
         """``base``, ``data`` and ``output``, once all three are known.

@@ -11,7 +11,7 @@ from distill.parallel.zero import window_only
 from distill.progress import progress_bar
 from distill.recipe import Recipe
 from retrofit.costs.held import row_bytes, state_bytes
-from retrofit.evaluation.baselines import equal_memory_window
+from retrofit.evaluation.baselines import equal_memory_window, narrowest_window
 from retrofit.evaluation.scores import Scores, evaluate
 from retrofit.table import markdown
 
@@ -50,12 +50,13 @@ def compare(
         ``kl_gap_closed``, ``state_bytes`` (what a sequence keeps in one layer besides the sinks and W tokens) and
         ``seconds`` of fitting.
     """
-    wide = equal_memory_window(model)
-    more = (wide - recipe.window) * row_bytes(model.config, model.dtype)
+    wide, narrow = equal_memory_window(model), narrowest_window(model)
+    windows = [memory.window for memory in model.model.memories().values()]
+    more = (wide * len(windows) - sum(windows)) * row_bytes(model.config, model.dtype) // len(windows)
     models = {  # name: model, window, state bytes, seconds
-        "window-only": (window_only(model), recipe.window, 0, 0.0),
+        "window-only": (window_only(model), narrow, 0, 0.0),
         "window-only, equal memory": (window_only(model, wide), wide, more, 0.0),
-        recipe.memory: (model, recipe.window, state_bytes(model), fitted_in),
+        recipe.memory: (model, narrow, state_bytes(model), fitted_in),
     }
     sequences, labels = split.held_out.head(recipe.eval_rows).batch()
     # as many for each process, since ZeRO-3's weights are gathered by all at once; what is too much is cut off again
@@ -65,7 +66,7 @@ def compare(
         scores = evaluate(
             {name: one for name, (one, *_) in models.items()},
             sequences[mine],
-            start=recipe.window + recipe.sinks,
+            start=narrow + recipe.sinks,
             labels=None if labels is None else labels[mine],
             batch_size=recipe.batch_size,
             chunk=recipe.segment,

@@ -115,7 +115,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         )
     if recipe.epochs is not None and isinstance(split.train, Sized):
         recipe = replace(recipe, steps=steps_of(recipe, len(split.train), processes.count))
-    split.check_scored(recipe.window + recipe.sinks, recipe.eval_rows)
+    split.check_scored(recipe.lossless, recipe.eval_rows)
     if not recipe.streaming:
         console.print(split.sentence(), highlight=False, soft_wrap=True)
     found = describe_data(split.train, split.held_out.head(recipe.eval_rows), processes.count)

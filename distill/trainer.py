@@ -31,6 +31,7 @@ from distill.unsupported import refuse_unsupported
 from distill.windows import check_draws, draw_window
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
+from retrofit.evaluation.baselines import narrowest_window
 from retrofit.evaluation.scores import evaluating, gap_closed
 from retrofit.families import is_retrofit
 from retrofit.fingerprint import fingerprint
@@ -113,7 +114,7 @@ class DistillTrainer(Trainer):
         self.add_callback(FiniteOnly(self))
         if args.local_steps:
             self.add_callback(EndOfStage())
-        self.window: tuple[int, int] = (model.config.memory["window"], model.config.memory["sinks"])  # W, S
+        self.window: tuple[int, int] = (narrowest_window(model), model.config.memory["sinks"])  # W, S
         self._step_window = self.window
         self._draft = ""  # subfolder of the output folder in which a checkpoint is being written
         self._window_only_kl: dict[str, tuple[Any, dict[str, float]]] = {}  # of which rows, what

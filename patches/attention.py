@@ -73,7 +73,7 @@ class MemoryAttention(Host):
             )
         memory, layer = self.memory, None
         if past_key_values is not None:  # the base's forward may have made it just now
-            layer = adopt(past_key_values, self.layer_idx, memory.kind, memory.window, memory.sinks)
+            layer = adopt(past_key_values, self.layer_idx, memory.kind, memory.window, memory.sinks, memory.options)
             if self.layer_idx == memory_pass.keeper:
                 layer.starts = memory_pass.starts
         now = memory_pass.to(hidden_states.device)

@@ -68,9 +68,9 @@ class MemoryCacheLayer(DynamicLayer):
     gates: Any
     is_initialized: bool
 
-    def __init__(self, kind: str, window: int, sinks: int):
+    def __init__(self, kind: str, window: int, sinks: int, options: Any = None):
         super().__init__()
-        self.kind, self.window, self.sinks = kind, window, sinks
+        self.kind, self.window, self.sinks, self.options = kind, window, sinks, options
         self._clear()
 
     def _clear(self) -> None:
@@ -280,12 +280,12 @@ def _take(x: Tensor, slot: Tensor) -> Tensor:
     return x.gather(2, index)
 
 
-def adopt(cache: Cache, index: int, kind: str, window: int, sinks: int) -> MemoryCacheLayer:
+def adopt(cache: Cache, index: int, kind: str, window: int, sinks: int, options: Any = None) -> MemoryCacheLayer:
     """Make layer ``index`` of a transformers cache ours, if it is still empty, and return it.
 
     Raises:
-        RetrofitError: the layer holds tokens that were cached without the memory or under another window, or is of a
-            class that cannot be replaced (static, quantised, ...).
+        RetrofitError: the layer holds tokens that were cached without the memory, under another window or with other
+            options, or is of a class that cannot be replaced (static, quantised, ...).
     """
     replicate = getattr(cache, "layer_class_to_replicate", None)
     while len(cache.layers) <= index and replicate is not None:
@@ -297,6 +297,13 @@ def adopt(cache: Cache, index: int, kind: str, window: int, sinks: int) -> Memor
                 raise RetrofitError(
                     "another model has added tokens to this cache, without the memory: start a new cache"
                 )
+            if not torch.compiler.is_compiling() and layer.options != options:
+                if layer.seen:
+                    raise RetrofitError(
+                        f"layer {index} of this cache was filled by a {kind!r} memory with {layer.options}, the model "
+                        f"now has {options}: start a new cache"
+                    )
+                layer.options = options
             return layer
         if layer.seen:
             raise RetrofitError(
@@ -313,6 +320,6 @@ def adopt(cache: Cache, index: int, kind: str, window: int, sinks: int) -> Memor
         raise RetrofitError(
             "this cache was filled with the memory off: start a new cache, or continue it inside memory_off()"
         )
-    ours = MemoryCacheLayer(kind, window, sinks)
+    ours = MemoryCacheLayer(kind, window, sinks, options)
     cache.layers[index] = ours
     return ours

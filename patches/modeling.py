@@ -147,7 +147,7 @@ class MemoryModel(MemoryPreTrained):
         new, home, keeper = tokens.shape[1], tokens.device, next(iter(memories))
         layers: list[MemoryCacheLayer] = []
         if cache is not None:
-            layers = [adopt(cache, i, memory.kind, memory.window, memory.sinks) for i, memory in memories.items()]
+            layers = [adopt(cache, i, one.kind, one.window, one.sinks, one.options) for i, one in memories.items()]
         if new == 1 and layers and layers[0].full and torch.compiler.is_compiling() and self.compiles:
             # the device counts; that nothing was seen is as good as any number, since only distances are used
             assert layers[0].slot is not None

@@ -18,7 +18,7 @@ from .shares import Needs
 
 TEXTS, LENGTH = 8, 1024  # rows and tokens of a row that are read of a user's text
 Watch = Callable[[int, Any, Step, Tensor], None]
-PARTS = (1.0, 0.5, 0.0)  # of the way from even shares to those by need
+PARTS = (1.0, 0.5, 0.0)  # of the way from the rows that were set to those by need
 ROUNDS = 2  # first what the queries are like, then how the keys stand to them
 
 
@@ -60,21 +60,22 @@ def measure_needs(model: Any, texts: list[Tensor]) -> Needs:
 
 
 def _share(model: Any, needs: Needs, texts: list[Tensor]) -> None:
-    """Shares by need, even ones or those halfway: whichever leave the model nearest to its base on the texts.
+    """Shares by need, those that were set or those halfway: whichever leave the model nearest to its base on the texts.
 
     What a head changes in the residual stream is not always what matters in the end. On texts of less than
     :data:`retrofit.shares.TEXT` windows too little would be dropped for a comparison, and shares go by need.
     """
     memories = model.get_decoder().memories()
-    if any(memories[index].window != window for index, window in needs.windows.items()):
+    measured = [memories[index] for index in needs.windows]
+    if [memory.window for memory in measured] != list(needs.windows.values()):
         needs.give(model)
         return
-    start, found = max(memory.capacity for memory in memories.values()), {}
+    start, found, before = min(memory.capacity for memory in measured), {}, needs.rows(model)
     for part in PARTS:
-        needs.give(model, part)
+        needs.give(model, part, before)
         scores = (evaluate({"": model}, ids.to(model.device), start=start, batch_size=1)[""] for ids in texts)
         found[part] = sum(score.mean_kl for score in scores)
-    needs.give(model, min(found, key=lambda part: found[part]))
+    needs.give(model, min(found, key=lambda part: found[part]), before)
 
 
 def _needs(body: Any, texts: list[Tensor]) -> Needs:

@@ -59,6 +59,7 @@ class Needs:
         q, k = (rotate(x.to(dtype), *(t.to(dtype) for t in turn)) for x in (step.q, step.k))
         v, arrival = step.v.to(dtype), torch.arange(n, device=k.device)
         tilt = memory.options.tilt * memory.window / window
+        lengths = lengths.to(k.device, dtype)  # the layer before may be on another one
         scores = memory.score(step.k.to(dtype), step.v, step) + tilt * arrival
         queries = arrival[window + self.sinks :: EVERY]
         near = (queries[:, None] - arrival < window) | (arrival < self.sinks)
@@ -78,25 +79,33 @@ class Needs:
                     left = weights * seen
                     missing.append((left @ v[text, head]) / left.sum(-1, keepdim=True) - full)
                 change = _projected(attention, torch.stack(missing), head, step.x.dtype).norm(dim=-1)  # (rows, m)
-                relative = change / lengths[text, queries].to(dtype)
+                relative = change / lengths[text, queries]
                 self.losses[index][head] += relative.square().mean(-1).cpu().float()
 
-    def give(self, model: Any, part: float = 1.0) -> None:
+    def rows(self, model: Any) -> list[int]:
+        """The rows of all key/value heads, head after head and layer after layer, as :meth:`give` takes them."""
+        memories = model.get_decoder().memories()
+        return [number for index in self.losses for number in memories[index].rows]
+
+    def give(self, model: Any, part: float = 1.0, before: Sequence[int] | None = None) -> None:
         """Give each key/value head its share of the rows that there are in all, and write them to the configuration,
         so that they are saved.
 
         Args:
             model: the one that was measured, or one of the same base, windows, sinks and tilt.
-            part: of the way from even shares (0) to those by need (1).
+            part: of the way from the rows ``before`` (0) to those by need (1).
+            before: :meth:`rows` of the model as its user set it; by default as it is.
         """
         memories = {index: model.get_decoder().memories()[index] for index in self.losses}
-        total, curves = sum(sum(memory.rows) for memory in memories.values()), []
+        before, curves = self.rows(model) if before is None else before, []
+        total = sum(before)
         for index, memory in memories.items():
             scale = memory.window / self.windows[index]
             grid = [round(share * self.evicted[index] * scale) for share in GRID]
-            curves += [(grid, losses.tolist()) for losses in self.losses[index]]
-        even = total / len(curves)
-        wanted = [even + part * (number - even) for number in divide(curves, total)]
+            for losses in self.losses[index]:
+                points = dict(zip(grid, losses.tolist(), strict=True))  # shares of few tokens may be the same number
+                curves.append((list(points), list(points.values())))
+        wanted = [old + part * (new - old) for old, new in zip(before, divide(curves, total), strict=True)]
         whole = [int(number) for number in wanted]
         rest = sorted(range(len(whole)), key=lambda at: whole[at] - wanted[at])[: total - sum(whole)]
         given = iter(number + (at in rest) for at, number in enumerate(whole))

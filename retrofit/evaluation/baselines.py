@@ -13,6 +13,11 @@ def window_only(model: Any, window: int | None = None) -> Any:
     return patch(model, "none", bare.window, bare.sinks, layers=bare.layers, others=bare.others, by_layer=bare.by_layer)
 
 
+def narrowest_window(model: Any) -> int:
+    """W of the layer that forgets first: up to S and so many tokens the model is its base."""
+    return min(memory.window for memory in model.model.memories().values())
+
+
 def equal_memory_window(model: Any) -> int:
     """The window that, in every layer, costs as many bytes as the model's windows and memories, rounded up."""
     memories = model.model.memories().values()

@@ -11,7 +11,7 @@ import torch
 from patches.errors import RetrofitError
 from retrofit.adapter import load_adapter
 from retrofit.costs.held import state_bytes
-from retrofit.evaluation.baselines import equal_memory_window, window_only
+from retrofit.evaluation.baselines import equal_memory_window, narrowest_window, window_only
 from retrofit.families import is_retrofit
 from retrofit.loading import check_vocabulary, load_base, load_config, load_tokenizer
 from retrofit.patching import patch
@@ -34,7 +34,7 @@ class Contender:
     @property
     def window(self) -> int | None:
         """W, the narrowest where layers have windows of their own; None for the teacher."""
-        return None if self.teacher else min(memory.window for memory in self.model.model.memories().values())
+        return None if self.teacher else narrowest_window(self.model)
 
 
 def contenders(memories: dict[str, Any]) -> list[Contender]:

@@ -88,6 +88,22 @@ def test_loss_is_the_mean_kl_over_scored_positions(
     )
 
 
+def test_positions_count_once_any_layer_has_forgotten(
+    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
+) -> None:
+    """Windows of single layers may be narrower than the model's, or wider in all of them."""
+    for windows, lossless in (({"1": {"window": 3}}, 5), ({"0-1": {"window": 9}}, 11)):
+        model = opened(retrofit.patch(make_base("Qwen2"), "ahn-gdn", window=6, sinks=2, by_layer=windows))
+        trainer = make_trainer(model, rows, tmp_path)
+        ids = rows.rows[:3].long()
+        with model.memory_off():
+            teacher = model(ids).logits.log_softmax(-1)
+        kl = (teacher.exp() * (teacher - model(ids).logits.log_softmax(-1))).sum(-1)
+        assert (kl[:, lossless] > 1e-5).all()
+        loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+        torch.testing.assert_close(loss, kl[:, lossless:-1].mean())
+
+
 def test_a_batch_without_labels_trains_nothing(model: Model, rows: PackedRows, tmp_path: Path) -> None:
     ids = rows.rows[:2].long()
     trainer = make_trainer(opened(model), rows, tmp_path)

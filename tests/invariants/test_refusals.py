@@ -195,6 +195,17 @@ def test_the_base_adding_to_our_cache(model: Any, make_base: MakeBase) -> None:
         model(tokens(1, 1), past_key_values=cache)
 
 
+def test_a_cache_of_other_options(make_base: MakeBase) -> None:
+    """Rows that other heads hold are as many in all, and nothing but the options tells them apart."""
+    base, ids = make_base("Llama"), tokens(1, 31)
+    first, second = (retrofit.patch(base, "expected", W, S, rows=rows) for rows in ([1, 5], 3))
+    _, cache = feed(first, ids[:, :30], [30])
+    with pytest.raises(RetrofitError, match=r"rows=\[1, 5\].*rows=3.*start a new cache"):
+        second(ids[:, 30:], past_key_values=cache)
+    cache.reset()
+    close(feed(second, ids, [30, 1], cache=cache)[0], logits(second, ids))
+
+
 def test_cropping_what_was_evicted(model: Any) -> None:
     _, cache = feed(model, tokens(1, 30), [30])
     assert not cache.layers[0].is_croppable

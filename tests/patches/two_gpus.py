@@ -5,7 +5,9 @@ Fake tensors have a device and no numbers, and an operation on tensors of two de
 
 import ctypes
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,6 +22,7 @@ import patches.modeling
 import patches.window
 from patches.kinds import new_memory
 from patches.padding import Starts
+from retrofit.calibration import measure_needs
 from retrofit.patching import skeleton
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -82,15 +85,27 @@ def run(kind: str, pads: tuple[int, ...]) -> None:
         assert devices == [{FIRST}, {SECOND}], devices
 
 
+def measure() -> None:
+    """Calibration by need: what a layer is given stands beside what it makes of it."""
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = Qwen2Config(vocab_size=32, num_attention_heads=4, num_key_value_heads=2, **small)
+    model = skeleton(config, new_memory("expected", W, S, options={"rows": 3, "shares": "need"}))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        place(model)
+        measure_needs(model, [torch.zeros(1, 40, dtype=torch.long, device=FIRST)])
+
+
 def main(guard: str, kinds: list[str]) -> None:
     """Print a line for each kind that fails, with the device guard built at ``guard``."""
     ctypes.CDLL(guard)
     os.environ["RETROFIT_KERNELS"] = "torch"  # its own forms; the others' kernels are tested where they are
     torch.nn.functional.scaled_dot_product_attention = attention
     patches.window.scaled_dot_product_attention = patches.frames.scaled_dot_product_attention = attention
-    for kind in kinds:
-        for pads in ((0,), (0, 5)):
-            try:
-                run(kind, pads)
-            except Exception as error:
-                print(f"{kind}, padded {pads}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
+    passes: dict[str, Callable[[], None]] = {
+        f"{kind}, padded {pads}": partial(run, kind, pads) for kind in kinds for pads in ((0,), (0, 5))
+    }
+    for name, trace in {**passes, "rows by need": measure}.items():
+        try:
+            trace()
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)

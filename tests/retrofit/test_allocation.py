@@ -150,6 +150,15 @@ def test_a_recipe_that_is_distilled(byte_checkpoint: Path, tmp_path: Path) -> No
     assert logits(model, tokens(1, 30)).isfinite().all()
 
 
+def test_a_window_longer_than_the_rows_leaves_the_other_layers_to_learn() -> None:
+    from distill.recipe import Recipe
+
+    memory = {"memory": "joint", "window": 600, "sinks": 4, "seq_len": 512}
+    assert Recipe.from_dict({**memory, "by_layer": {"1-3": {"window": 40}, "4": {"features": 6}}}).lossless == 44
+    with pytest.raises(RetrofitError, match="never leave a window of 600"):
+        Recipe.from_dict({**memory, "by_layer": {"1": {"window": 700}, "4": {"features": 6}}})
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

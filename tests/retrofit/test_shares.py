@@ -156,3 +156,30 @@ def test_refusals() -> None:
         retrofit.patch(base, "expected", WINDOW, SINKS, shares="most")
     with pytest.raises(RetrofitError, match="resumed"):
         retrofit.patch(base, "joint-rows", WINDOW, SINKS, shares="need")
+
+
+def test_rows_that_layers_were_given_are_what_shares_begin_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrofit.calibration.PARTS", (1.0, 0.5, 0.0))
+    monkeypatch.setattr("retrofit.calibration.evaluate", lambda models, *_, **__: {"": Found(models[""])})
+    assert of_each(by_need(tiny_base("Llama"), by_layer={"1": {"rows": 3}})) == [(9, 9), (3, 3)]
+
+
+class Found:
+    """A score that is best for the rows that were set."""
+
+    def __init__(self, model: Any):
+        self.mean_kl = float(of_each(model) != [(9, 9), (3, 3)])
+
+
+@pytest.mark.parametrize("length", [12, 20])
+def test_texts_of_few_tokens(length: int) -> None:
+    """Shares of what leaves the window are then the same number of rows, some of them none."""
+    model = retrofit.patch(tiny_base("Llama"), "expected", 2, 1, rows=5, shares="need").eval()
+    calibrate(model, [tokens(1, length, seed=3)])
+    assert sum(map(sum, of_each(model))) == 20
+
+
+def test_a_wide_window_in_a_layer_without_rows_leaves_the_others_comparable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrofit.calibration.PARTS", (1.0, 0.0))
+    wide = {"layers": [0], "others": "window", "by_layer": {"1": {"window": 3 * LENGTH}}}
+    assert sum(by_need(tiny_base("Llama"), **wide).model.memories()[0].rows) == 18

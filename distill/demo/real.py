@@ -49,7 +49,7 @@ class Sizes:
 
     window: int = 128
     length: int = 1024
-    rows: int = 6
+    rows: int = 3
     every: int = 1  # position of these counts
     only: tuple[str, ...] = ()  # names of ways; none: all
 

@@ -54,10 +54,13 @@ class Verb(TyperCommand):
             RetrofitError: the file cannot be written, or is one of the inputs.
         """
         given = ctx.params
-        for path in (given[name] for name in ("json_file", "target") if given.get(name) is not None):
+        paths = [given[name] for name in ("json_file", "target") if given.get(name) is not None]
+        for path in paths:
             from retrofit.files import check_file
 
             check_file(path, [one for name in INPUTS for one in _listed(given.get(name))])
+        if len({Path(path).resolve() for path in paths}) < len(paths):
+            raise RetrofitError(f"{paths[0]} is named twice, for two files: choose another one for --json")
         return super().invoke(ctx)
 
 

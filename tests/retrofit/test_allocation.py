@@ -110,6 +110,7 @@ def test_from_the_command_to_an_export(byte_checkpoint: Path, tmp_path: Path, mo
     rows = json.loads(Path("rows.json").read_text())
     assert sum(row["bytes"] for row in rows if "bytes" in row) <= 2 * BUDGET
     refused(run(*line, "-o", "need.yaml"), "need.yaml exists", "--overwrite")
+    refused(run(*line, "-o", "x.yaml", "--json", "./x.yaml"), "named twice", "another one")
     ran("patch", byte_checkpoint, "--recipe", "need.yaml", "--data", "text.txt", "-o", "model")
     model = AutoModelForCausalLM.from_pretrained("model")
     windows = [row["window"] for row in rows if "window" in row]

@@ -19,6 +19,7 @@ RECIPE = {
     "report_to": "wandb",
     "memory": "kvm",
     "options": {"rows": 4},
+    "by_layer": {"1": {"rows": 5}},
     "lora": {"r": 8},
     "layers": [0, 2],
     "data_name": "n",

@@ -33,7 +33,7 @@ def calibrate(model: Any, texts: Iterable[Tensor]) -> None:
             kinds of text that the model will meet are enough.
 
     Raises:
-        RetrofitError: the memory has nothing to calibrate, or there is no text.
+        RetrofitError: the memory has nothing to calibrate, there is no text, or layers differ in ``shares``.
     """
     body, texts = model.get_decoder(), list(texts)
     if not any(memory.calibrates for memory in body.memories().values()):
@@ -41,8 +41,10 @@ def calibrate(model: Any, texts: Iterable[Tensor]) -> None:
     if not texts:
         raise RetrofitError("calibration needs texts to read: give one at least")
     memories = [memory for memory in body.memories().values() if memory.calibrates]
-    shared = any(memory.options.shares == "need" for memory in memories)
-    needs = _needs(body, texts) if shared else None
+    (shares, *others) = {memory.options.shares for memory in memories}
+    if others:
+        raise RetrofitError("shares divides the rows of all layers: set it for all of them, not in by_layer")
+    needs = _needs(body, texts) if shares == "need" else None
     for again in range(ROUNDS):
         _read(model, texts, partial(_observe, bool(again)))
         for memory in memories:

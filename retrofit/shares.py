@@ -77,7 +77,8 @@ class Needs:
                     seen = near.clone()
                     seen[:, self.sinks : n - window] |= above < number
                     left = weights * seen
-                    missing.append((left @ v[text, head]) / left.sum(-1, keepdim=True) - full)
+                    seen_mass = left.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+                    missing.append((left @ v[text, head]) / seen_mass - full)
                 change = _projected(attention, torch.stack(missing), head, step.x.dtype).norm(dim=-1)  # (rows, m)
                 relative = change / lengths[text, queries]
                 self.losses[index][head] += relative.square().mean(-1).cpu().float()

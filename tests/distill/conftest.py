@@ -1,8 +1,9 @@
-"""A tiny checkpoint folder with a word tokenizer, a text to go with it, and rows of random tokens."""
+"""A tiny checkpoint folder with a word tokenizer, a text, rows of random tokens, a patched model and a recipe."""
 
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -10,7 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+import retrofit
 from distill.data.rows import PackedRows
+from distill.recipe import Recipe
 
 WORDS = 101
 TEXT_WORDS = 3000
@@ -73,3 +76,28 @@ def chat_tokenizer(byte_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokeniz
         "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
     )
     return tokenizer
+
+
+@pytest.fixture
+def model(make_base: Callable[..., PreTrainedModel]) -> Any:
+    """A tiny Qwen2 with a memory, the same each time."""
+    base = make_base("Qwen2")
+    torch.manual_seed(3)
+    return retrofit.patch(base, memory="ahn-gdn", window=6, sinks=2)
+
+
+@pytest.fixture
+def recipe(checkpoint: Path, text_file: Path, tmp_path: Path) -> Recipe:
+    """Six steps on a tiny checkpoint."""
+    return Recipe(
+        base=str(checkpoint),
+        data=str(text_file),
+        output=str(tmp_path / "run"),
+        window=6,
+        sinks=2,
+        seq_len=40,
+        steps=6,
+        eval_rows=4,
+        eval_steps=4,
+        save_steps=4,
+    )

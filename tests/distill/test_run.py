@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import retrofit
@@ -24,30 +22,11 @@ from distill.recipe import Recipe
 from distill.resume import last_whole
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS
-from retrofit.convert import published_name
 from retrofit.settings import LARGEST, settings
-from tests.retrofit.test_convert import published, write_published
 
 MakeBase = Callable[..., PreTrainedModel]
 
 ROWS = ["teacher", "window-only", "window-only, equal memory", "ahn-gdn"]
-
-
-@pytest.fixture
-def recipe(checkpoint: Path, text_file: Path, tmp_path: Path) -> Recipe:
-    """Six steps on a tiny checkpoint."""
-    return Recipe(
-        base=str(checkpoint),
-        data=str(text_file),
-        output=str(tmp_path / "run"),
-        window=6,
-        sinks=2,
-        seq_len=40,
-        steps=6,
-        eval_rows=4,
-        eval_steps=4,
-        save_steps=4,
-    )
 
 
 def changed(recipe: Recipe, **values: Any) -> Recipe:
@@ -316,90 +295,3 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(recipe: Recipe, values: di
         distill(changed(recipe, **values))
     assert said in str(error.value)
     assert not Path(str(recipe.output)).exists()
-
-
-def test_a_run_goes_on_from_an_adapter(recipe: Recipe, tmp_path: Path) -> None:
-    first = Path(str(recipe.output))
-    distill(recipe)
-    again = changed(
-        recipe, init_adapter=str(first / "adapter"), output=str(tmp_path / "on"), window=5, lr=1e-12, steps=1
-    )
-    distill(again)
-    weights = [load_file(path / "adapter" / WEIGHTS) for path in (first, tmp_path / "on")]
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=1e-10)
-    assert json.loads((tmp_path / "on" / "adapter" / "adapter_config.json").read_text())["memory"]["window"] == 5
-
-
-def test_a_run_goes_on_from_published_ahn_weights(recipe: Recipe, tmp_path: Path) -> None:
-    base = AutoModelForCausalLM.from_pretrained(str(recipe.base))
-    theirs = published(base, "ahn-gdn")
-    folder = write_published(tmp_path / "theirs", "ahn-gdn", theirs, base.config)
-    distill(changed(recipe, init_adapter=str(folder), lr=1e-12, steps=1))
-    ours = load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
-    assert len(ours) == len(theirs) - 2  # the unused D of each layer
-    for name, tensor in ours.items():
-        key = published_name("ahn-gdn", name.removeprefix("base_model.model."))
-        torch.testing.assert_close(tensor, theirs[key].float(), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"memory": "ahn-dn"}, "holds memory 'ahn-gdn', the recipe asks for 'ahn-dn'"),
-        ({"layers": [0]}, "holds layers None, the recipe asks for [0]"),
-        ({"base": "other"}, "was made for"),
-    ],
-)
-def test_an_adapter_of_something_else_is_refused(
-    recipe: Recipe, tmp_path: Path, make_base: MakeBase, values: dict[str, Any], said: str
-) -> None:
-    checkpoint = AutoModelForCausalLM.from_pretrained(str(recipe.base))
-    retrofit.save_adapter(retrofit.patch(checkpoint, "ahn-gdn", 6, 2), tmp_path / "adapter")
-    if "base" in values:
-        make_base("Llama", seed=5).save_pretrained(tmp_path / "other")
-        for file in Path(str(recipe.base)).glob("*token*"):
-            shutil.copy(file, tmp_path / "other")
-        values = {"base": str(tmp_path / "other")}
-    with pytest.raises(RetrofitError) as error:
-        distill(changed(recipe, init_adapter=str(tmp_path / "adapter"), **values))
-    assert said in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("report_to", "said"),
-    [
-        ("wandbb", "report_to: unknown 'wandbb' (did you mean 'wandb'?)"),
-        ("none,mlflow", "report_to: 'mlflow' is not installed: pip install mlflow"),
-    ],
-)
-def test_reporters_are_checked_before_anything_is_read(recipe: Recipe, report_to: str, said: str) -> None:
-    with pytest.raises(RetrofitError) as error:
-        distill(changed(recipe, report_to=report_to, data="nowhere.txt"))
-    assert said in str(error.value)
-
-
-def test_a_run_reports_to_tensorboard(recipe: Recipe) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    distill(changed(recipe, report_to="tensorboard", steps=1))
-    assert list(Path(str(recipe.output)).rglob("events.out.tfevents*"))
-
-
-def test_a_memory_that_calibrates_is_calibrated_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the run's own rows, before the first step; a resumed run has the statistics from its checkpoint."""
-    recipe = changed(recipe, memory="joint-rows", options={"rows": 5, "bits": 8}, local_steps=3)
-    distill(recipe)
-    whole = load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
-    measured = [tensor for name, tensor in whole.items() if name.endswith("query_mean")]
-    assert measured
-    assert all(tensor.any() for tensor in measured)
-
-    again = changed(recipe, output=str(recipe.output) + "-again")
-    signal_at(monkeypatch, 4)
-    with pytest.raises(SystemExit):
-        distill(again)
-    monkeypatch.undo()
-    monkeypatch.setattr("distill.run.calibrate_on", lambda *_: pytest.fail("it was calibrated again"))
-    distill(again, resume=True)
-    resumed = load_file(Path(str(again.output)) / "adapter" / WEIGHTS)
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())

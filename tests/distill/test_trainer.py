@@ -7,30 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import ParallelismConfig
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import retrofit
 from distill import DistillArguments, DistillTrainer
 from distill.arguments import CHECKPOINTING
-from distill.checkpoint import checkpoints, damage
+from distill.checkpoint import checkpoints
 from distill.data.rows import PackedRows
 from distill.data.split import load_rows
-from distill.objective import Objective
 from patches.errors import RetrofitError
 from retrofit.evaluation.scores import evaluate
 
 Model = Any
-
-
-@pytest.fixture
-def model(make_base: Callable[..., PreTrainedModel]) -> Model:
-    """A tiny Qwen2 with a memory, the same each time."""
-    base = make_base("Qwen2")
-    torch.manual_seed(3)
-    return retrofit.patch(base, memory="ahn-gdn", window=6, sinks=2)
 
 
 def make_trainer(model: Model, rows: Any, folder: Path, callbacks: Any = None, **settings: Any) -> DistillTrainer:
@@ -255,161 +245,6 @@ def test_checkpoints_hold_the_memory_and_not_the_base(
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("limit", [None, 1, 2])
-def test_the_best_checkpoint_is_kept_and_loaded(
-    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
-) -> None:
-    kls = iter([0.3, 0.1, 0.2, 0.2, 0.25])
-    monkeypatch.setattr(DistillTrainer, "_kl_by_distance", lambda self, one, data: {"": next(kls, 0.3)})
-    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_total_limit": limit}
-    trainer = make_trainer(model, rows, tmp_path, load_best_model_at_end=True, **settings)
-    trainer._window_only_kl["eval"] = trainer.eval_dataset, {"": 1.0}
-    trainer.train()
-    best = tmp_path / "checkpoint-2"
-    assert Path(trainer.state.best_model_checkpoint) == best
-    assert trainer.state.best_metric == 0.1
-    saved = load_file(best / "adapter_model.safetensors")
-    for name, parameter in memory(model).items():
-        assert torch.equal(parameter, saved[f"base_model.model.{name}"]), name
-    kept = [int(folder.name.split("-")[1]) for folder in checkpoints(tmp_path)]
-    assert kept == {None: [1, 2, 3, 4], 1: [2], 2: [2, 4]}[limit]
-    last = json.loads((checkpoints(tmp_path)[-1] / "trainer_state.json").read_text())
-    assert Path(last["best_model_checkpoint"]) == best
-    assert damage(best) == ""
-
-
-def test_early_stopping_stops_at_the_step_after_the_best(
-    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kls = iter([0.3, 0.1, 0.2, 0.05])
-    monkeypatch.setattr(DistillTrainer, "_kl_by_distance", lambda self, one, data: {"": next(kls)})
-    settings = {"max_steps": 9, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    stop = [EarlyStoppingCallback(1)]
-    trainer = make_trainer(model, rows, tmp_path, stop, load_best_model_at_end=True, **settings)
-    trainer._window_only_kl["eval"] = trainer.eval_dataset, {"": 1.0}
-    trainer.train()
-    assert (trainer.state.global_step, trainer.state.best_global_step) == (3, 2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "environment", "said"),
-    [
-        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
-        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
-        ({}, {"ACCELERATE_USE_FSDP": "true"}, "FSDP of accelerate's configuration"),
-        ({}, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "context, sequence and tensor parallelism"),
-        ({"parallelism_config": ParallelismConfig(cp_size=2)}, {}, "context, sequence and tensor parallelism"),
-        ({"parallelism_config": ParallelismConfig(sp_size=2)}, {}, "context, sequence and tensor parallelism"),
-    ],
-)
-def test_what_the_trainer_would_ignore_is_refused(
-    model: Model,
-    rows: PackedRows,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-    environment: dict[str, str],
-    said: str,
-) -> None:
-    args = DistillArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, **settings)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RetrofitError, match=f"DistillTrainer does not support {said}: "):
-        DistillTrainer(model, args, rows)
-
-
-@pytest.mark.parametrize(
-    ("settings", "processes", "said"),
-    [
-        ({}, 1, "start two or more"),
-        ({"fsdp_config": {"version": 1}}, 2, "second version only"),
-        ({"segment": 8}, 2, "fsdp does not go with segment=8"),
-        ({"local_steps": 1}, 2, "fsdp does not go with local_steps=1"),
-    ],
-)
-def test_what_does_not_go_with_fsdp_is_refused(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], processes: int, said: str
-) -> None:
-    args = DistillArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, fsdp=True, **settings)
-    monkeypatch.setattr(DistillArguments, "world_size", processes)
-    with pytest.raises(RetrofitError, match=said):
-        DistillTrainer(model, args)
-
-
-def test_a_failed_save_leaves_no_checkpoint(
-    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(DistillTrainer, "_save_rng_state", full)
-    with pytest.raises(RetrofitError, match=r"checkpoint of step 2 cannot be written to .*No space left on device"):
-        make_trainer(model, rows, tmp_path).train()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_is_told_without_torchs_source_files(
-    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file data/2")
-
-    monkeypatch.setattr(DistillTrainer, "_save_rng_state", full)
-    with pytest.raises(RetrofitError, match=r"cannot be written to .* \(the disk or a quota is full\)"):
-        make_trainer(model, rows, tmp_path).train()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_stops_naming_the_step(
-    model: Model, rows: PackedRows, tmp_path: Path, bad: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make_trainer(model, rows, tmp_path)
-    whole, seen = Objective.losses, []
-
-    def losses(self: Objective, student: Any, model: Any, batch: Any, scored: Tensor) -> Tensor:
-        seen.append(sorted(batch["row"].tolist()))
-        return whole(self, student, model, batch, scored) * (bad if len(seen) == 3 else 1)
-
-    monkeypatch.setattr(Objective, "losses", losses)
-    with pytest.raises(RetrofitError, match=f"the loss is {bad} at step 3, rows") as error:
-        trainer.train()
-    assert f"rows {', '.join(map(str, seen[2]))} of the training data" in str(error.value)
-    assert all(any(torch.equal(rows[row]["input_ids"], rows.rows[row].long()) for row in batch) for batch in seen)
-    assert all(parameter.isfinite().all() for parameter in memory(model).values())
-
-
-def test_evaluation_reports_the_window_only_model_beside_the_memory(
-    model: Model, rows: PackedRows, tmp_path: Path
-) -> None:
-    trainer = make_trainer(model, rows, tmp_path)
-    fresh = trainer.evaluate()
-    assert fresh["eval_kl"] == fresh["eval_kl_window_only"] > 0  # a fresh memory adds exactly nothing
-    assert fresh["eval_kl_gap_closed"] == 0
-    opened(model)
-    disturbed = trainer.evaluate()
-    assert disturbed["eval_kl"] != disturbed["eval_kl_window_only"] == fresh["eval_kl_window_only"]
-    named = trainer.evaluate({"near": rows.head(2), "far": rows.head(3)})
-    assert set(named) == {key.replace("eval_", f"eval_{name}_") for name in ("near", "far") for key in disturbed}
-
-
-def test_other_rows_have_a_window_only_model_of_their_own(model: Model, rows: PackedRows, tmp_path: Path) -> None:
-    trainer = make_trainer(model, rows, tmp_path)
-    first = trainer.evaluate()["eval_kl_window_only"]
-    others = PackedRows(rows.rows[5:].flatten(), 40)
-    expected = make_trainer(model, rows, tmp_path).evaluate(others)["eval_kl_window_only"]
-    assert trainer.evaluate(others)["eval_kl_window_only"] == expected != first
-
-
-def test_evaluation_tells_distances_past_the_window_apart(model: Model, rows: PackedRows, tmp_path: Path) -> None:
-    metrics = make_trainer(opened(model), rows, tmp_path).evaluate()
-    scores = retrofit.evaluate(model, rows.head(5).rows.long(), start=8)["ahn-gdn"].kl  # (5, 31): columns from W + S on
-    expected = {"": scores, "_beyond_0": scores[:, :12], "_beyond_12": scores[:, 12:24], "_beyond_24": scores[:, 24:]}
-    found = {key.removeprefix("eval_kl"): metrics[key] for key in metrics if key.startswith(("eval_kl_b", "eval_kl"))}
-    for key, part in expected.items():
-        assert found[key] == pytest.approx(part.mean().item(), rel=1e-4)
-    assert {key for key in found if key.startswith("_beyond")} == expected.keys() - {""}
-
-
 @pytest.mark.parametrize("label_shift", ["next", "ahn"])
 @pytest.mark.parametrize(
     "settings", [{"loss": "ce"}, {"loss": "mse"}, {"mse_weight": 0.5}, {"loss": "ce", "mse_weight": 2.0}]
@@ -451,14 +286,6 @@ def test_the_other_losses(
     )
 
 
-def test_mse_refuses_a_memory_it_would_not_see(
-    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
-) -> None:
-    behind = retrofit.patch(make_base("Qwen2"), memory="tensor-cache", window=6, sinks=2)
-    with pytest.raises(RetrofitError, match="'tensor-cache' joins behind it"):
-        make_trainer(behind, rows, tmp_path, mse_weight=0.1)
-
-
 def test_mse_with_checkpointing(model: Model, rows: PackedRows, tmp_path: Path) -> None:
     settings = {"loss": "mse", "max_steps": 2, CHECKPOINTING: True}
     plain = make_trainer(opened(model), rows, tmp_path / "plain", loss="mse", max_steps=2)
@@ -472,44 +299,6 @@ def test_mse_with_checkpointing(model: Model, rows: PackedRows, tmp_path: Path) 
     reentrant = {f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}
     with pytest.raises(RetrofitError, match="reentrant"):
         make_trainer(model, rows, tmp_path / "reentrant", **settings, **reentrant).train()
-
-
-def test_a_model_without_memory_parameters_is_refused(
-    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
-) -> None:
-    bare = retrofit.patch(make_base("Qwen2"), memory="none", window=6, sinks=2)
-    with pytest.raises(RetrofitError, match="memory 'none' has no parameters to train"):
-        make_trainer(bare, rows, tmp_path)
-    with pytest.raises(RetrofitError, match="Qwen2ForCausalLM has no memory to train: patch it first"):
-        make_trainer(make_base("Qwen2"), rows, tmp_path)
-
-
-def test_a_memory_that_cannot_follow_drawn_windows_is_refused_before_training(
-    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
-) -> None:
-    halves = retrofit.patch(make_base("Qwen2"), memory="kvm", window=128, sinks=2, chunk=64, rows=64)
-    make_trainer(halves, rows, tmp_path)
-    says = "window_sampling='ahn' trains at other windows too, and there window=32 is not a multiple of chunk=64"
-    with pytest.raises(RetrofitError, match=says):
-        make_trainer(halves, rows, tmp_path, window_sampling="ahn")
-    fitting = retrofit.patch(make_base("Qwen2"), memory="kvm", window=128, sinks=2, chunk=32, rows=64)
-    make_trainer(fitting, rows, tmp_path, window_sampling="ahn")
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"window_sampling": "random"}, "window_sampling: 'random' is not one of fixed, ahn"),
-        ({"label_shift": "nxt"}, "label_shift: 'nxt' is not one of next, ahn (did you mean 'next'?)"),
-        ({"temperature": 0.0}, "temperature: 0.0 is out of range, it must be 0.01 or more and at most 1000"),
-        ({"loss": "kld"}, "loss: 'kld' is not one of kl, ce, mse (did you mean 'kl'?)"),
-        ({"mse_weight": -1.0}, "mse_weight: -1.0 is out of range, it must be 0 or more"),
-    ],
-)
-def test_arguments_are_checked(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(RetrofitError) as error:
-        DistillArguments(**settings)
-    assert said in str(error.value)
 
 
 @pytest.mark.parametrize("sampling", ["fixed", "ahn"])

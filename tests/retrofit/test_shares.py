@@ -158,6 +158,12 @@ def test_refusals() -> None:
         retrofit.patch(base, "joint-rows", WINDOW, SINKS, shares="need")
 
 
+def test_shares_of_one_layer_are_refused() -> None:
+    model = retrofit.patch(tiny_base("Qwen2"), "expected", WINDOW, SINKS, rows=9, by_layer={"0": {"shares": "need"}})
+    with pytest.raises(RetrofitError, match="not in by_layer"):
+        calibrate(model, [tokens(1, LENGTH, seed=3)])
+
+
 def test_rows_that_layers_were_given_are_what_shares_begin_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrofit.calibration.PARTS", (1.0, 0.5, 0.0))
     monkeypatch.setattr("retrofit.calibration.evaluate", lambda models, *_, **__: {"": Found(models[""])})

@@ -79,13 +79,9 @@ def main(output: Path, dtype: str, sizes: Sizes, choose: bool) -> None:
     name = "choice" if choose else "table"
     write_text(output / f"{name}.md", markdown(rows, models))
     write_json(output / f"{name}-means.json", list(table(rows, models)))
-    kinds = list(dict.fromkeys(row["text"] for row in rows))
-    print_table(
-        "share of the KL gap closed",
-        list(table(rows, models)),
-        {"name": ("", "")} | {kind: (kind, ".3f") for kind in (*kinds, "mean")} | {"float32": ("bytes", ",d")},
-        console,
-    )
+    columns = {"name": ("", ""), "mean": ("gap closed", ".3f"), "nll": ("of NLL", ".3f"), "kl_last": ("KL, end", ".4f")}
+    print_table("beside full attention", list(table(rows, models)), columns | {"float32": ("bytes", ",d")}, console)
+    say(f"each kind of text is in {output / name}.md")
     if not choose and BEST in models:
         _answer(models, tokenizer, texts.scored["novel"][:1], say)
         export_model(models[BEST], output / "model", tokenizer, overwrite=True)

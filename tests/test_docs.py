@@ -93,6 +93,9 @@ def home(
         save_file(weights, folder / name / "model.safetensors")
     recipe = {"base": "BASE", "data": "corpus.txt", "window": 8, "sinks": 2, "seq_len": 48, "steps": 2, "eval_rows": 2}
     (folder / "my.yaml").write_text(yaml.safe_dump(recipe))
+    # what earlier commands write, for later ones that another process runs first
+    (folder / "by-need.yaml").write_text(yaml.safe_dump({"memory": "none", "window": 8, "sinks": 2}))
+    retrofit.save_adapter(model, folder / "ahn-gdn-3b")
     (folder / "costs.json").write_text(json.dumps([{"name": "none", "length": 1024, "prefill_seconds": 0.5}]))
     for name in ("runs/eval", "runs/first/eval"):
         settings = Settings(

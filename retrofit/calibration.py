@@ -36,11 +36,11 @@ def calibrate(model: Any, texts: Iterable[Tensor]) -> None:
         RetrofitError: the memory has nothing to calibrate, there is no text, or layers differ in ``shares``.
     """
     body, texts = model.get_decoder(), list(texts)
-    if not any(memory.calibrates for memory in body.memories().values()):
+    memories = [memory for memory in body.memories().values() if memory.calibrates]
+    if not memories:
         raise RetrofitError("this model's memory has nothing to calibrate: fit it with `retrofit distill`")
     if not texts:
         raise RetrofitError("calibration needs texts to read: give one at least")
-    memories = [memory for memory in body.memories().values() if memory.calibrates]
     (shares, *others) = {memory.options.shares for memory in memories}
     if others:
         raise RetrofitError("shares divides the rows of all layers: set it for all of them, not in by_layer")

@@ -26,7 +26,10 @@ def read_memory(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RetrofitError(f"{path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise RetrofitError(
+            f"{path} cannot be read ({reason}): give a file as `retrofit allocate` writes it"
+        ) from error
     found = parse_yaml(text, str(path))
     if not isinstance(found, dict):
         raise RetrofitError(f"{path} is not a recipe: write keys and values, {', '.join(KEYS)}")

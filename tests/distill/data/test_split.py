@@ -1,6 +1,7 @@
 """Rows: packed text and conversations, what is held out, what is counted, tokenised once."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_long_ones_are_cut_and_short_ones_left_out_and_both_counted(
     kept = [len(part[index]["input_ids"]) for part in (split.train, split.held_out) for index in range(len(part))]
     assert kept == [*lengths[2:7], lengths[6], lengths[6]]
     counts = {"read": 9, "empty": 0, "short": 2, "truncated": 2, "tokens_cut": 3, "tokens_left_over": 0}
-    assert split.counts.to_dict() == counts
+    assert asdict(split.counts) == counts
     assert f"2 cut to {lengths[6]} tokens, 3 tokens lost" in split.sentence()
 
 

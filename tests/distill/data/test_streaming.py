@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,12 @@ def test_conversations_are_those_of_the_cached_form(tmp_path: Path, chat_tokeniz
     for row, other in zip(rows, streamed, strict=True):
         assert torch.equal(row["input_ids"], other["input_ids"])
         assert torch.equal(row["labels"], other["labels"])
-    counts = split.counts.to_dict()
-    assert counts == whole.counts.to_dict() | {"read": counts["read"], "short": counts["short"]}
+    counts = asdict(split.counts)
+    assert counts == asdict(whole.counts) | {"read": counts["read"], "short": counts["short"]}
     assert 0 < counts["short"] <= whole.counts.short  # those up to the last row that was taken
     assert counts["truncated"] > 0
     list(islice(split.train, len(rows) - 2))
-    assert split.counts.to_dict() == counts  # of this reading alone
+    assert asdict(split.counts) == counts  # of this reading alone
 
 
 @pytest.mark.parametrize("saved", [False, True])

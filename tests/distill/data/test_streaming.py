@@ -51,9 +51,9 @@ def test_packed_rows_are_those_of_the_whole_text_and_the_first_are_held_out(
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", "text", documents(60))
     whole = load_rows(source, tokenizer, seq_len=20, holdout=0.06)
-    expected = whole.train.rows.tolist()
+    expected = whole.train.places.tolist()
     split = load_rows(source, tokenizer, seq_len=20, streaming=True, eval_rows=3)
-    assert split.held_out.rows.tolist() == expected[:3]
+    assert split.held_out.places.tolist() == expected[:3]
     assert split.held_out_part == "its first 3 rows"
     once = whole.tokens["all"] // 20 - 3  # rows
     rows = ids(split.train, 2 * once)

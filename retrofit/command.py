@@ -9,7 +9,6 @@ import typer
 import retrofit
 from patches.errors import RetrofitError
 from retrofit.options import (
-    Adapter,
     Base,
     Json,
     Memory,
@@ -80,7 +79,12 @@ def patch(
 
 
 @app.verb("retrofit merge Qwen/Qwen2.5-0.5B runs/first/adapter -o first-merged")
-def merge(base: Base, adapter: Adapter, output: Output, overwrite: Overwrite = False) -> None:
+def merge(
+    base: Base,
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter: a folder or a Hub id.")],
+    output: Output,
+    overwrite: Overwrite = False,
+) -> None:
     """Export BASE and ADAPTER as one model."""
     _export(lambda: retrofit.load_adapter(base, adapter), [base, adapter], output, overwrite)
 

@@ -4,7 +4,6 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from retrofit.adapter import load_adapter
 from retrofit.evaluation import baselines
 from retrofit.files import at_home
 from retrofit.hub_errors import first_line
-from retrofit.import_guard import HERE
+from retrofit.import_guard import HERE, installed_version
 from retrofit.lm_head import is_shared
 from retrofit.untrusted import read_json
 
@@ -77,10 +76,9 @@ def find_config(name: str | None) -> dict[str, Any] | None:
     config = read_config(name)
     if config is None:
         return None
-    try:
-        found = version("deepspeed")
-    except PackageNotFoundError:
-        raise RetrofitError("deepspeed is not installed: pip install 'retrofit-lm[deepspeed]'") from None
+    found = installed_version("deepspeed")
+    if found is None:
+        raise RetrofitError("deepspeed is not installed: pip install 'retrofit-lm[deepspeed]'")
     if Version(found) < Version(OLDEST):
         raise RetrofitError(f"deepspeed {found} is too old, {OLDEST} or newer is needed: pip install -U deepspeed")
     zero = {key: value for key, value in config["zero_optimization"].items() if value != "auto"}

@@ -75,7 +75,9 @@ def test_other_rows_have_a_window_only_model_of_their_own(model: Model, rows: Pa
 
 def test_evaluation_tells_distances_past_the_window_apart(model: Model, rows: PackedRows, tmp_path: Path) -> None:
     metrics = make_trainer(opened(model), rows, tmp_path).evaluate()
-    scores = retrofit.evaluate(model, rows.head(5).places.long(), start=8)["ahn-gdn"].kl  # (5, 31): columns from W + S on
+    scores = retrofit.evaluate(model, rows.head(5).places.long(), start=8)[
+        "ahn-gdn"
+    ].kl  # (5, 31): columns from W + S on
     expected = {"": scores, "_beyond_0": scores[:, :12], "_beyond_12": scores[:, 12:24], "_beyond_24": scores[:, 24:]}
     found = {key.removeprefix("eval_kl"): metrics[key] for key in metrics if key.startswith(("eval_kl_b", "eval_kl"))}
     for key, part in expected.items():

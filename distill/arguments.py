@@ -14,22 +14,6 @@ _NEW = "activation_checkpointing" in {argument.name for argument in fields(Train
 CHECKPOINTING = "activation_checkpointing" if _NEW else "gradient_checkpointing"
 
 
-OURS = (
-    "loss",
-    "mse_weight",
-    "window_sampling",
-    "label_shift",
-    "temperature",
-    "local_steps",
-    "local_lr",
-    "activation_offload",
-    "segment",
-    "segments_back",
-    "offload_teacher",
-    "group_by_length",
-)
-
-
 def as_in_recipes(name: str) -> Any:
     """A field with the default, the help and the choices of the recipe's key ``name``."""
     key = settings(Recipe)[name]
@@ -72,8 +56,9 @@ class DistillArguments(TrainingArguments):
     local_lr: float | None = as_in_recipes("local_lr")
 
     def __post_init__(self) -> None:
-        for name in OURS:
-            setattr(self, name, settings(Recipe)[name].check(getattr(self, name)))
+        for name, key in settings(Recipe).items():
+            if key.argument == name and name in DistillArguments.__annotations__:
+                setattr(self, name, key.check(getattr(self, name)))
         if self.data_seed is None:
             # the order of the rows would otherwise hang on the process's random state, which a resumed run has not
             self.data_seed = self.seed

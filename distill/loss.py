@@ -51,13 +51,7 @@ def naive_kl(
 
 
 def chunked_kl(
-    student: Tensor,
-    teacher: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    chunk: int | None = None,
+    student: Tensor, teacher: Tensor, weight: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0
 ) -> Tensor:
     """KL(teacher || student) of each position, without ever holding P x V logits.
 
@@ -72,7 +66,6 @@ def chunked_kl(
         bias: (V,) or None.
         temperature: both logits are divided by it, and the loss is multiplied by its square so that gradients keep
             their size (Hinton et al. 2015, section 2).
-        chunk: positions per chunk; by default as many as give 2^26 logits.
 
     Returns:
         (P,) nats, in fp32 (fp64).
@@ -87,7 +80,7 @@ def chunked_kl(
             log_q.exp_().sub_(p)
         return losses * temperature**2
 
-    return _ThroughHead.apply(student, weight, bias, temperature, chunk, score)
+    return _ThroughHead.apply(student, weight, bias, temperature, score)
 
 
 def naive_ce(
@@ -99,13 +92,7 @@ def naive_ce(
 
 
 def chunked_ce(
-    student: Tensor,
-    targets: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    chunk: int | None = None,
+    student: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0
 ) -> Tensor:
     """Cross-entropy of each position with the text itself: two GEMMs per chunk, otherwise as :func:`chunked_kl`.
 
@@ -123,7 +110,7 @@ def chunked_ce(
             log_q.exp_().scatter_add_(-1, target, torch.full_like(target, -1, dtype=log_q.dtype))
         return losses * temperature**2
 
-    return _ThroughHead.apply(student, weight, bias, temperature, chunk, score)
+    return _ThroughHead.apply(student, weight, bias, temperature, score)
 
 
 def _naive_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -142,19 +129,13 @@ class _ThroughHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        student: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        temperature: float,
-        chunk: int | None,
-        score: Score,
+        ctx: Any, student: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, score: Score
     ) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
         losses = torch.empty(len(student), dtype=wide, device=student.device)
         wanted = ctx.needs_input_grad[0]
         grad = torch.empty_like(student) if wanted else None
-        for rows in chunks(len(student), weight.shape[0], chunk * weight.shape[0] if chunk else CHUNK_ELEMENTS):
+        for rows in chunks(len(student), weight.shape[0], CHUNK_ELEMENTS):
             log_q = log_probs(student[rows], weight, bias, temperature)
             losses[rows] = score(log_q, rows, wanted)
             if grad is not None:
@@ -167,4 +148,4 @@ class _ThroughHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return (grad * grad_output[:, None]).to(grad.dtype), None, None, None, None, None
+        return (grad * grad_output[:, None]).to(grad.dtype), None, None, None, None

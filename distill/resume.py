@@ -1,7 +1,6 @@
 """What a resumed run goes on from, and what must be as it was: the recipe, the data and the number of processes."""
 
 import hashlib
-import json
 from collections.abc import Sized
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from rich.console import Console
 from distill.checkpoint import checkpoints, damage
 from distill.recipe import Recipe, read_recipe
 from patches.errors import RetrofitError
+from retrofit.untrusted import read_json
 
 RECIPE_FILE = "recipe.yaml"
 # what may differ between a run and its resumption without changing the result
@@ -39,10 +39,7 @@ def check_same_recipe(recipe: Recipe, output: Path) -> None:
 
 def began_by(output: Path, launch: str | None) -> bool:
     """Whether the run in ``output`` was begun by this launch (:func:`distill.parallel.processes.launch_of`)."""
-    try:
-        return launch is not None and json.loads((output / DATA_FILE).read_text(encoding="utf-8"))["launch"] == launch
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return launch is not None and _begun(output).get("launch") == launch
 
 
 def last_whole(output: Path, console: Console) -> Path | None:
@@ -67,13 +64,12 @@ def check_same_data(output: Path, found: dict[str, Any]) -> None:
     Raises:
         RetrofitError: the data has changed, or there are more or fewer processes.
     """
-    try:
-        before = json.loads((output / DATA_FILE).read_text(encoding="utf-8"))
-        processes = before["processes"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    before = _begun(output)
+    processes = before.get("processes")
+    if processes is None:
         raise RetrofitError(
             f"{output / DATA_FILE} is missing or damaged: the run cannot be resumed, start a new one with --overwrite"
-        ) from None
+        )
     if processes != found["processes"]:
         raise RetrofitError(
             f"the run in {output} was started with {processes} processes, not {found['processes']}: resume it with "
@@ -85,6 +81,14 @@ def check_same_data(output: Path, found: dict[str, Any]) -> None:
                 f"the data of the run in {output} has changed since it was started: restore the data, or start a new "
                 "run"
             )
+
+
+def _begun(output: Path) -> dict[str, Any]:
+    """What the run in ``output`` wrote of itself when it began; empty if that cannot be read."""
+    try:
+        return dict(read_json(output / DATA_FILE))
+    except (RetrofitError, ValueError, TypeError):
+        return {}
 
 
 def _rows(rows: Any) -> dict[str, Any] | None:

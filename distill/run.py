@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sized
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
@@ -165,7 +165,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         "recipe": recipe.to_dict(),
         "rows": rows,
         "tokens": split.tokens,
-        "data": split.counts.to_dict(),
+        "data": asdict(split.counts),
         "parameters": sizes,
         "layers": layer_errors(state.log_history),
         "curve": state.log_history,

@@ -1,5 +1,7 @@
 """Artificial Hippocampus Networks (arXiv 2510.07318): a matrix per query head, added before the output projection.
 
+The kinds called ``shared-...`` are ours: the same rules with a matrix per key head, which all its query heads read.
+
 Three rules write it: the delta rule, the gated delta rule, and Mamba2's decayed sum. Shapes and initial values are
 those of the published checkpoints, and so are names, but for ``read_proj`` and ``read_norm``: who aims at the base's
 ``o_proj`` by name must not hit a memory. Where the paper and the code that made them differ, the code is followed:
@@ -25,13 +27,11 @@ class DeltaNet(MatrixMemory):
     """AHN-DN (appendix, eq. 10): the delta rule without decay. Write gate: ``beta``, from the written token's input."""
 
     kind = "ahn-dn"
-
-    def state_flops(self, evicted: int) -> int:
-        return 3 * 2 * self.state_elements() * evicted  # a write, a read by the query, and one by the key
+    writes = 2  # one reads what the key recalls
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
         super().__init__(config, window, sinks, options)
-        self.b_proj = WideLinear(self.hidden_size, self.heads, bias=False)
+        self.b_proj = WideLinear(self.hidden_size, self.states, bias=False)
         self.g_proj = WideLinear(self.hidden_size, self.heads, bias=False)
         self.read_norm = ReadNorm(self.head_dim)
         self.read_proj = HeadLinear(self.heads, self.head_dim)
@@ -43,13 +43,13 @@ class DeltaNet(MatrixMemory):
         init.zeros_(self.read_proj.weight)  # a fresh memory adds exactly nothing, and still has a gradient
 
     def write_gates(self, x: Tensor) -> Tensor:
-        """``beta`` of each head, ``(B, n, H)``, float32."""
+        """``beta`` of each state, ``(B, n, H_s)``, float32."""
         return self.b_proj(x).sigmoid()
 
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        beta, *decay = gates.split(self.heads, -1)
+        beta, *decay = gates.split(self.states, -1)
         fade, scale = decay[0] if decay else None, self.head_dim**-0.5
         read, state = gated_delta_rule(q, k, v, beta, fade, state, scale=scale, normalise=True, in_place=True)
         gate = F.silu(self.g_proj(x)).unsqueeze(-1)
@@ -63,20 +63,20 @@ class GatedDeltaNet(DeltaNet):
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
         super().__init__(config, window, sinks, options)
-        self.a_proj = WideLinear(self.hidden_size, self.heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.heads))
+        self.a_proj = WideLinear(self.hidden_size, self.states, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.states))
+        self.dt_bias = nn.Parameter(torch.empty(self.states))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         init.normal_(self.a_proj.weight, std=0.02)
-        init.copy_(self.A_log, torch.rand(self.heads).mul(16).clamp_min(1e-4).log())
+        init.copy_(self.A_log, torch.rand(self.states).mul(16).clamp_min(1e-4).log())
         # the inverse softplus of a step drawn log-uniformly from 0.001 to 0.1, as in Mamba2
-        step = (torch.rand(self.heads) * math.log(100) + math.log(1e-3)).exp()
+        step = (torch.rand(self.states) * math.log(100) + math.log(1e-3)).exp()
         init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))
 
     def write_gates(self, x: Tensor) -> Tensor:
-        """``beta`` and the log decay of each head, ``(B, n, 2 H)``, float32."""
+        """``beta`` and the log decay of each state, ``(B, n, 2 H_s)``, float32."""
         speed = self.a_proj(x)
         rate = cast(self.A_log, speed.dtype).exp()
         log_decay = rate * -F.softplus(speed + cast(self.dt_bias, speed.dtype))
@@ -93,9 +93,9 @@ class Mamba2(MatrixMemory):
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
         super().__init__(config, window, sinks, options)
-        self.dt_proj = WideLinear(self.hidden_size, self.heads)
-        self.dt_bias = nn.Parameter(torch.empty(self.heads))  # besides the projection's own: both are published
-        self.A_log = nn.Parameter(torch.empty(self.heads))
+        self.dt_proj = WideLinear(self.hidden_size, self.states)
+        self.dt_bias = nn.Parameter(torch.empty(self.states))  # besides the projection's own: both are published
+        self.A_log = nn.Parameter(torch.empty(self.states))
         self.g_proj = WideLinear(self.hidden_size, self.heads)
         self.read_norm = ReadNorm(self.heads * self.head_dim)
         self.read_proj = HeadLinear(self.heads, self.head_dim)
@@ -105,20 +105,41 @@ class Mamba2(MatrixMemory):
             init.normal_(projection.weight, std=0.02)
             init.zeros_(projection.bias)
         init.ones_(self.dt_bias)
-        init.copy_(self.A_log, torch.arange(1.0, self.heads + 1).log())
+        init.copy_(self.A_log, torch.arange(1.0, self.states + 1).log())
         init.ones_(self.read_norm.weight)
         init.zeros_(self.read_proj.weight)
 
     def write_gates(self, x: Tensor) -> Tensor:
-        """The step size of each head, ``(B, n, H)``, float32."""
+        """The step size of each state, ``(B, n, H_s)``, float32."""
         step = self.dt_proj(x)
         return F.softplus(step + cast(self.dt_bias, step.dtype))
 
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        v = per_state(cast(v, gates.dtype), self.heads) * gates.transpose(1, 2).unsqueeze(-1)
+        v = per_state(cast(v, gates.dtype), self.states) * gates.transpose(1, 2).unsqueeze(-1)
         log_decay = -gates * cast(self.A_log, gates.dtype).exp()
         read, state = linear_attention(q, k, v, log_decay, state, scale=1.0, normalise=True, in_place=True)
         read = read * F.silu(self.g_proj(x)).unsqueeze(-1)  # (B, m, H, D)
         return self.read_proj(self.read_norm(read.flatten(2)).view_as(read)), state
+
+
+class SharedGatedDeltaNet(GatedDeltaNet):
+    """:class:`GatedDeltaNet` with a state per key head."""
+
+    kind = "shared-gdn"
+    shared = True
+
+
+class SharedDeltaNet(DeltaNet):
+    """:class:`DeltaNet` with a state per key head."""
+
+    kind = "shared-dn"
+    shared = True
+
+
+class SharedMamba2(Mamba2):
+    """:class:`Mamba2` with a state per key head."""
+
+    kind = "shared-mamba2"
+    shared = True

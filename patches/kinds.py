@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from .ahn import DeltaNet, GatedDeltaNet, Mamba2
+from .ahn import DeltaNet, GatedDeltaNet, Mamba2, SharedDeltaNet, SharedGatedDeltaNet, SharedMamba2
 from .compressive import Compressive
 from .config import MemoryConfig
 from .errors import one_of
@@ -34,6 +34,9 @@ KINDS: dict[str, type[Memory]] = {
         Compressive,
         ExpectedAttention,
         JointRows,
+        SharedGatedDeltaNet,
+        SharedDeltaNet,
+        SharedMamba2,
     )
 }
 

@@ -1,5 +1,7 @@
 """Memories of one matrix per head: written with what leaves the window, read by a product, added to its output."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,21 @@ from .window_only import WindowOnly
 
 
 class MatrixMemory(WindowOnly):
-    """One matrix per head, written with evicted tokens, read by a product, added before the output projection."""
+    """One matrix per head, written with evicted tokens, read by a product, added before the output projection.
+
+    Attributes:
+        shared: whether the query heads of a key head read one matrix; else each has its own.
+        writes: products of a written token with each matrix.
+    """
 
     trainable = True
+    shared: ClassVar[bool] = False
+    writes: ClassVar[int] = 1
+
+    @property
+    def states(self) -> int:
+        """H_s, the matrices of a layer; whatever writes is there once for each."""
+        return self.kv_heads if self.shared else self.heads
 
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
@@ -40,10 +54,10 @@ class MatrixMemory(WindowOnly):
         return gates * valid.unsqueeze(-1)
 
     def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
-        return {"matrix": Kept((self.heads, self.head_dim, self.head_dim), wide(dtype))}
+        return {"matrix": Kept((self.states, self.head_dim, self.head_dim), wide(dtype))}
 
     def state_flops(self, evicted: int) -> int:
-        return 2 * self.state_elements() * 2 * evicted  # one product to write, one to read
+        return 2 * self.head_dim**2 * (self.writes * self.states + self.heads) * evicted  # each query head reads once
 
     def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
         assert gates is not None

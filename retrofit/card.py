@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from patches.errors import RetrofitError
+from retrofit.plain_yaml import parse_yaml
 
 ADAPTER_HERE, MODEL_HERE = "path/or/repo-of-this-adapter", "path/or/repo-of-this-model"  # until it is pushed
 LICENCE_OPEN = "That of the base: see the base's card."
@@ -63,12 +63,7 @@ def card_metadata(text: str, where: str) -> dict[str, Any]:
     block = REGEX_YAML_BLOCK.search(text)
     if block is None:
         return {}
-    try:
-        # a page of aliases can stand for more than any memory holds
-        plain = not any(isinstance(token, yaml.AliasToken) for token in yaml.scan(block.group(2)))
-        found = yaml.safe_load(block.group(2)) if plain else None
-    except Exception as error:  # what a value looks like decides where yaml fails at it
-        raise RetrofitError(f"{where}: the part between its --- lines is not YAML: {error}") from error
+    found = parse_yaml(block.group(2), f"{where}, between its --- lines")
     if not isinstance(found, dict):
         raise RetrofitError(f"{where}: write only keys and plain values between its --- lines")
     return found

@@ -10,7 +10,7 @@ from transformers import DynamicCache, set_seed
 
 from patches.errors import RetrofitError
 
-from .generation import Sampling, respond
+from .generation import respond
 from .hub_errors import first_line
 
 
@@ -57,16 +57,16 @@ class Chat:
     Args:
         model: a causal LM.
         tokenizer: its tokenizer, with a chat template.
-        sampling: how replies are drawn.
         seed: of sampling, for the whole conversation.
+        **sampling: ``max_new_tokens`` and ``temperature`` of replies, as for :func:`retrofit.generation.respond`.
 
     Raises:
-        RetrofitError: the tokenizer has no chat template, or a number is out of range.
+        RetrofitError: the tokenizer has no chat template.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, sampling: Sampling | None = None, seed: int = 0):
+    def __init__(self, model: Any, tokenizer: Any, seed: int = 0, **sampling: Any):
         check_template(tokenizer)
-        self.model, self.tokenizer, self.sampling = model, tokenizer, sampling or Sampling()
+        self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.messages: list[dict[str, str]] = []
         self.cache = DynamicCache(config=model.config)
         self.cached = torch.empty(1, 0, dtype=torch.long, device=model.device)  # the tokens that are in the cache
@@ -76,7 +76,7 @@ class Chat:
         """One turn: the reply to ``text``, printed as it comes if ``stream``.
 
         Raises:
-            RetrofitError: the template refuses the conversation.
+            RetrofitError: the template refuses the conversation, or a number is out of range.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._tokens(messages)
@@ -84,7 +84,7 @@ class Chat:
         # some templates rewrite earlier turns (they drop a reply's thoughts): then everything is read again
         if not torch.equal(ids[:, :known], self.cached):
             self.cache = DynamicCache(config=self.model.config)
-        tokens = respond(self.model, self.tokenizer, ids, self.sampling, stream=stream, cache=self.cache)
+        tokens = respond(self.model, self.tokenizer, ids, stream=stream, cache=self.cache, **self.sampling)
         self.cached = tokens[:, : self.cache.get_seq_length()]
         reply = self.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": reply}]

@@ -9,7 +9,6 @@ import typer
 import retrofit
 from patches.errors import RetrofitError
 from retrofit.options import (
-    Adapter,
     Base,
     Json,
     Memory,
@@ -80,7 +79,12 @@ def patch(
 
 
 @app.verb("retrofit merge Qwen/Qwen2.5-0.5B runs/first/adapter -o first-merged")
-def merge(base: Base, adapter: Adapter, output: Output, overwrite: Overwrite = False) -> None:
+def merge(
+    base: Base,
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter: a folder or a Hub id.")],
+    output: Output,
+    overwrite: Overwrite = False,
+) -> None:
     """Export BASE and ADAPTER as one model."""
     _export(lambda: retrofit.load_adapter(base, adapter), [base, adapter], output, overwrite)
 
@@ -126,7 +130,7 @@ def generate(
     """
     if prompt is None and not chat:
         raise typer.BadParameter("give --prompt TEXT to continue a text, or --chat to talk")
-    from retrofit.generation import Sampling, generate_text, load_for_generation
+    from retrofit.generation import generate_text, load_for_generation
 
     loaded, tokenizer = load_for_generation(model, adapter)
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -135,7 +139,7 @@ def generate(
         return
     from retrofit.chat import Chat, talk
 
-    conversation = Chat(loaded, tokenizer, Sampling(**how), seed)
+    conversation = Chat(loaded, tokenizer, seed, **how)
     if prompt is None:
         talk(conversation)
     else:

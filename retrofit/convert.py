@@ -10,6 +10,7 @@ from patches.errors import RetrofitError, one_of
 from patches.kinds import find_kind
 
 from .families import base_type
+from .fingerprint import SHAPE
 from .hub_folder import fetch_folder
 from .loading import load_config
 from .patching import patch
@@ -21,17 +22,7 @@ NORMS = {"ahn-gdn": "o_norm", "ahn-dn": "o_norm", "ahn-mamba2": "norm"}  # what 
 UNUSED = {"ahn-gdn": "D"}  # one number per head that is published but that nothing reads
 # what our memories do not do; no published checkpoint asks for it
 UNSUPPORTED = ("use_ahn_router", "use_q_proj", "fa_layer_ids")
-OF_THE_BASE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_theta",
-)
+OF_THE_BASE = ("model_type", *SHAPE, "rope_theta")
 WINDOW, SINKS = 32640, 128  # of the paper's evaluations beyond 32k tokens
 
 

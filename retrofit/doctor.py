@@ -5,20 +5,20 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from packaging.version import Version
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from patches.errors import RetrofitError
 from patches.kernels import OPS, VARIABLE, find, forced_backends
 from patches.kinds import KINDS
 
+from .bench.models import random_base
 from .hub_errors import first_line
+from .import_guard import installed_version
 from .patching import patch
 
 PACKAGES = (
@@ -61,7 +61,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Versions, the device, the optional kernels, and every memory run once on a tiny model."""
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: installed_version(name) for name in PACKAGES}
     kernels = list(_kernels())
     uses_fla = any(finding.found.startswith("fla:") for finding in kernels)
     found = [_package(name, version) for name, version in versions.items()]
@@ -183,16 +183,8 @@ def _table() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     """Each memory run beyond its window on a tiny model, on the GPU if there is one: what did the work?"""
-    config = Qwen2Config(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
     device = "cuda" if gpu() else "cpu"
-    base = Qwen2ForCausalLM(config).eval().to(device)
+    base = random_base(32, 2, 1, 32).to(device)
     tokens = torch.arange(96, device=device)[None] % 32
     for kind in KINDS:
         name = f"memory {kind}"
@@ -232,13 +224,6 @@ class _Calls:
             return "triton: merge"
         forms = [name for name in self.names.get("patches.scan", []) if name.endswith(("_chunks", "_steps"))]
         return f"torch: {forms[0] if forms else own.rpartition('.')[2]}"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _older(version: str, than: str) -> bool:

@@ -159,6 +159,20 @@ def _taking_its_place(draft: Path, path: Path) -> Iterator[None]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
+def read_text(path: str | Path) -> str:
+    """A text file's contents, without the byte order mark that some editors begin one with.
+
+    Raises:
+        RetrofitError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return at_home(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RetrofitError(f"{path} is not UTF-8 text (byte {error.start}): convert it first") from None
+    except OSError as error:
+        raise RetrofitError(f"{path} cannot be read: {error.strerror}") from None
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write ``text`` as UTF-8 to ``path`` in one step (temporary file, then rename)."""
     write_bytes(path, text.encode())

@@ -13,8 +13,7 @@ from .quantised_bases import numbers, quantisation
 
 logger = logging.getLogger(__name__)
 
-# configuration fields that change what the base computes
-FIELDS = (
+SHAPE = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -22,11 +21,9 @@ FIELDS = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "rope_parameters",
 )
+# configuration fields that change what the base computes
+FIELDS = (*SHAPE, "hidden_act", "rms_norm_eps", "tie_word_embeddings", "rope_parameters")
 SAMPLES = 16  # values of every weight
 ULP = 2.0**-7  # a step of bfloat16, relative; loading through float16 may round twice and differ by one
 

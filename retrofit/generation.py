@@ -1,6 +1,5 @@
 """Text from a model on the terminal: a prompt in, its continuation streamed out."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,6 @@ from patches.errors import RetrofitError
 
 from .adapter import load_adapter
 from .loading import check_vocabulary, load_base, load_config, load_tokenizer
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn.
-
-    Attributes:
-        max_new_tokens: the most that are drawn.
-        temperature: 0 always takes the most likely token.
-
-    Raises:
-        RetrofitError: a number out of range.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise RetrofitError(f"max_new_tokens={self.max_new_tokens}: ask for 1 token or more")
-        if not 0 <= self.temperature < float("inf"):
-            raise RetrofitError(f"temperature={self.temperature}: it must be 0 (greedy) or more")
 
 
 def load_for_generation(path: str, adapter: str | Path | None = None) -> tuple[Any, Any]:
@@ -50,14 +27,7 @@ def load_for_generation(path: str, adapter: str | Path | None = None) -> tuple[A
 
 
 def generate_text(
-    model: Any,
-    tokenizer: Any,
-    prompt: str,
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    seed: int = 0,
-    stream: bool = False,
+    model: Any, tokenizer: Any, prompt: str, *, seed: int = 0, stream: bool = False, **sampling: Any
 ) -> str:
     """Continue ``prompt``.
 
@@ -65,10 +35,9 @@ def generate_text(
         model: a causal LM.
         tokenizer: its tokenizer.
         prompt: what to continue; not part of the result.
-        max_new_tokens: the most tokens that are drawn.
-        temperature: of sampling; 0 always takes the most likely token.
         seed: of sampling.
         stream: print the text to stdout as it comes.
+        **sampling: ``max_new_tokens`` and ``temperature``, as for :func:`respond`.
 
     Returns:
         The continuation, special tokens left out.
@@ -76,28 +45,46 @@ def generate_text(
     Raises:
         RetrofitError: an empty prompt, or a number out of range.
     """
-    sampling = Sampling(max_new_tokens, temperature)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
     if ids.shape[1] == 0:
         raise RetrofitError("the prompt is empty: give some text to continue")
     set_seed(seed)
-    tokens = respond(model, tokenizer, ids, sampling, stream=stream)
+    tokens = respond(model, tokenizer, ids, stream=stream, **sampling)
     return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def respond(
-    model: Any, tokenizer: Any, ids: Tensor, sampling: Sampling, *, stream: bool = False, cache: Cache | None = None
+    model: Any,
+    tokenizer: Any,
+    ids: Tensor,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    stream: bool = False,
+    cache: Cache | None = None,
 ) -> Tensor:
-    """The tokens ``ids`` (1, T) and those that follow (1, T + n); ``cache`` may hold the first of them already."""
-    drawn = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else GREEDY
+    """The tokens ``ids`` (1, T) and those that follow (1, T + n).
+
+    Args:
+        max_new_tokens: the most tokens that are drawn.
+        temperature: of sampling; 0 always takes the most likely token.
+        cache: may hold the first of ``ids`` already.
+
+    Raises:
+        RetrofitError: a number out of range.
+    """
+    if max_new_tokens < 1:
+        raise RetrofitError(f"max_new_tokens={max_new_tokens}: ask for 1 token or more")
+    if not 0 <= temperature < float("inf"):
+        raise RetrofitError(f"temperature={temperature}: it must be 0 (greedy) or more")
     return model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
-        max_new_tokens=sampling.max_new_tokens,
+        max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
-        **drawn,
+        **({"do_sample": True, "temperature": temperature} if temperature else GREEDY),
     )
 
 

@@ -5,9 +5,18 @@ Their names are plain words. With a ``distill.py`` or a package ``patches/`` bes
 
 import importlib.util
 import sys
+from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
+
+
+def installed_version(name: str) -> str | None:
+    """Of a distribution, None where there is none."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def check_sibling(name: str) -> None:

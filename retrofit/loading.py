@@ -12,6 +12,7 @@ from patches.pretrained import refuse_tensor_parallel
 
 from .families import FAMILIES, find_family
 from .gguf import locate, name_source, unquantised
+from .hub_errors import first_line
 from .untrusted import refuse_nan
 
 SAFELY = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
@@ -86,8 +87,9 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(where, **{"trust_remote_code": False, **gguf, **kwargs})
         special = set(tokenizer.all_special_ids)  # never ends where the unknown token is itself unknown
     except Exception as error:  # tokenizers raise bare Exception on a damaged file
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
-        raise RetrofitError(f"{path} has no usable tokenizer ({reason}): save one beside the checkpoint") from None
+        raise RetrofitError(
+            f"{path} has no usable tokenizer ({first_line(error)}): save one beside the checkpoint"
+        ) from None
     # without a file of its own, transformers makes up a tokenizer that knows nothing but its special tokens
     if tokenizer.vocab_size <= len(special):
         raise RetrofitError(f"{path} has no tokenizer: save one beside the checkpoint")

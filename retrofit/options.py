@@ -19,7 +19,6 @@ from retrofit.settings import Setting, settings
 INPUTS = ("source", "base", "model", "adapter", "ahn", "recipe", "init_adapter", "deepspeed", "data", "haystack")
 
 Base = Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the base: a folder, a GGUF file or a Hub id.")]
-Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter: a folder or a Hub id.")]
 Memory = Annotated[str, typer.Option(help="Kind of memory, such as ahn-gdn; none keeps only sinks and window.")]
 Window = Annotated[int, typer.Option(help="W: how many of the last tokens are kept exactly.")]
 Sinks = Annotated[int, typer.Option(help="S: how many of the first tokens are kept exactly.")]
@@ -38,10 +37,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write the table's rows to FILE.")
 ]
-Length = Annotated[int, typer.Option(min=1, help="T: tokens.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of every random choice.")]
-Peak = Annotated[float | None, typer.Option(min=1e-6, help="Peak TFLOP/s of the device; give --bandwidth too.")]
-Bandwidth = Annotated[float | None, typer.Option(min=1e-6, help="Memory bandwidth of the device, in GB/s.")]
 
 
 class Verb(TyperCommand):

@@ -1,8 +1,8 @@
-"""Reading what others wrote: JSON and tensors, checked before anything is made of them."""
+"""Reading what others wrote: JSON, texts and tensors, checked before anything is made of them."""
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,50 @@ def read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise RetrofitError(f"{file} cannot be read: {first_line(error)}") from None
+
+
+def json_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file's ``lines``, each with where it stands; blank lines are passed over.
+
+    Raises:
+        RetrofitError: a line is not UTF-8, or no object; ``where`` begins the sentence.
+    """
+    for number, raw in enumerate(lines, start=1):
+        here = f"{where}, line {number}"
+        try:
+            line = raw.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+            if not line.strip():
+                continue
+            row = json.loads(line)
+        except UnicodeDecodeError as error:
+            raise RetrofitError(f"{here} is not UTF-8 text (byte {error.start}): convert it first") from error
+        except (ValueError, RecursionError) as error:
+            raise RetrofitError(f"{here} is not JSON ({error}): every line must be one object") from error
+        if not isinstance(row, dict):
+            raise RetrofitError(f"{here} is {_kind(row)}: every line must be one object")
+        yield here, row
+
+
+def checked_text(value: Any, where: str, what: str) -> str:
+    """``value`` if it is a string that a tokenizer can take.
+
+    Raises:
+        RetrofitError: it is something else, or holds half a surrogate pair (JSON can say one, UTF-8 cannot).
+    """
+    if not isinstance(value, str):
+        raise RetrofitError(f"{where}: {what} is {_kind(value)}, not a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RetrofitError(
+            f"{where}: {what} holds half a surrogate pair, which is not valid text: remove it"
+        ) from None
+    return value
+
+
+def _kind(value: Any) -> str:
+    kinds = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string", "bool": "true or false"}
+    return kinds.get(type(value).__name__, "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
 def read_tensors(

@@ -11,12 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache
 
 import retrofit
 from distill.bench import loss as loss_bench
@@ -25,10 +24,11 @@ from distill.bench.kernel_checks import Session, check_kinds, check_ops
 from patches import kernels
 from patches.kinds import KINDS
 from retrofit.bench.machine import Where
-from retrofit.bench.models import FULL, decode_step
+from retrofit.bench.models import FULL, decode_step, prompt, random_base
 from retrofit.bench.roofline import peaks, roofline
 from retrofit.bench.timing import interleaved, spread
 from retrofit.files import write_json, write_text
+from retrofit.import_guard import installed_version
 from retrofit.table import finite, markdown
 
 BEGIN, END = "<!-- written by make gpu: from here", "to here -->"
@@ -49,18 +49,8 @@ def measure_models(session: Session) -> None:
     lengths, windows = ((48, 96), (16,)) if small else ((8192, 32768, 131072), (2048, 8192, 32768))
     where = Where(device=session.device, dtype="float32" if small else "bfloat16")
     best = peaks(where)
-    for shape, (hidden, heads, kv_heads, wide) in (SMALL if small else SHAPES).items():
-        config = Qwen2Config(
-            vocab_size=1024,
-            hidden_size=hidden,
-            intermediate_size=wide,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            max_position_embeddings=2 * lengths[-1],
-        )
-        torch.manual_seed(0)
-        base = Qwen2ForCausalLM(config).eval().to(where.place(), where.torch_dtype())
+    for shape, sizes in (SMALL if small else SHAPES).items():
+        base = random_base(*sizes, layers=LAYERS, positions=2 * lengths[-1]).to(where.place(), where.torch_dtype())
         pace: dict[tuple[str, int], float] = {}  # seconds per token, of the shorter prompts
         full: dict[int, dict[str, float]] = {}
         for length in lengths:
@@ -85,7 +75,7 @@ def measure_models(session: Session) -> None:
 
 
 def _read_and_decode(model: Any, length: int, best: Any) -> dict[str, float]:
-    ids = torch.randint(1024, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = prompt(model, length)
     caches: list[Any] = []
 
     def read() -> None:
@@ -198,12 +188,7 @@ SECTIONS: dict[str, tuple[Callable[[Session], None], dict[str, tuple[str, str]]]
 
 def machine(device: str) -> dict[str, Any]:
     """What ran it, and with what."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
+    versions = {name: installed_version(name) for name in PACKAGES}
     card = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
     now = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y")
     return {"card": card, "date": now, "cuda": torch.version.cuda, "packages": versions}

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import retrofit
 from patches import kernels
 from patches.kinds import KINDS
+from retrofit.bench.models import random_base
 
 # how far a kernel may be from the torch form in float64, as a share of the largest number
 BOUNDS = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
@@ -127,7 +127,7 @@ def check_kinds(session: Session) -> None:
         for kind in KINDS:
             if session.late(f"models, {kind}"):
                 return
-            model = _awake(retrofit.patch(_tiny().to(dtype), kind, 16, 2)).to(session.device)
+            model = _awake(retrofit.patch(random_base(256, 4, 2, 256).to(dtype), kind, 16, 2)).to(session.device)
             ids = torch.arange(150, device=session.device).view(2, 75) % 97
             found = {}
             for backends in ((), ("torch",)):
@@ -140,14 +140,6 @@ def check_kinds(session: Session) -> None:
                         found[backends] += [p.grad.clone() for _, p in model.memory_parameters() if p.grad is not None]
             worst = max(_distance(a, b) for a, b in zip(*found.values(), strict=True))
             _judge(session, "models", kind, dtype, "as chosen", worst)
-
-
-def _tiny() -> Any:
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    return Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=97, hidden_size=256, intermediate_size=256, num_hidden_layers=1, **heads)
-    ).eval()
 
 
 def _awake(model: Any) -> Any:

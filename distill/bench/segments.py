@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import retrofit
-from distill.arguments import DistillArguments
 from distill.bench import cases
+from distill.bench.step import make_trainer
 from distill.objective import Objective
 from distill.preflight import find_trainable
 from distill.simulate import step_bytes
-from distill.trainer import DistillTrainer
 from patches.config import MemoryConfig
 from retrofit.bench.machine import peak_bytes
 from retrofit.bench.models import RandomModels, prompt
@@ -67,9 +66,7 @@ def prepare(case: Case, length: int, segment: int | None) -> Callable[[], None]:
     for _, parameter in model.memory_parameters():
         parameter.grad = parameter.new_zeros(parameter.shape)  # counted with the optimizer
     with tempfile.TemporaryDirectory() as folder:
-        how: dict[str, Any] = {"report_to": "none", "max_steps": 1, "use_cpu": case.device == "cpu"}
-        trainer = DistillTrainer(model, DistillArguments(folder, segment=segment, **how))
-    trainer.create_optimizer_and_scheduler(1)
+        trainer = make_trainer(model, case, folder, segment=segment)
     ids = prompt(model, length)
 
     def step() -> None:

@@ -22,7 +22,7 @@ from distill.preflight import find_trainable
 from distill.trainer import DistillTrainer
 from retrofit.bench.machine import peak_bytes
 from retrofit.bench.models import RandomModels, prompt
-from retrofit.bench.timing import interleaved, mib, ratios, spread
+from retrofit.bench.timing import interleaved, mib, ratios, spread, spread_columns
 from retrofit.evaluation.scores import hidden_states
 
 ONE, TWO, PARTS = "step", "two-model step", "parts, summed"
@@ -30,9 +30,7 @@ TEACHER, STUDENT, LOSS, BACKWARD = "teacher forward", "student forward", "loss",
 LONGER = "student, 2 T"
 COLUMNS = {
     "name": ("", ""),
-    "seconds": ("seconds", ".3f"),
-    "seconds_low": ("low", ".3f"),
-    "seconds_high": ("high", ".3f"),
+    **spread_columns("seconds", "seconds", ".3f"),
     "ratio": ("ratio", ".2f"),
     "to": ("of", ""),
     "peak_mib": ("peak MiB", ",.0f"),
@@ -116,12 +114,17 @@ def _batch(model: Any, length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+def make_trainer(model: Any, case: RandomModels, folder: str, **settings: Any) -> DistillTrainer:
+    """A trainer that is ready for one step and writes nothing."""
+    how: dict[str, Any] = {"report_to": "none", "max_steps": 1, "use_cpu": case.device == "cpu", **settings}
+    trainer = DistillTrainer(model, DistillArguments(folder, **how))
+    trainer.create_optimizer_and_scheduler(1)
+    return trainer
+
+
 def _whole(model: Any, case: Case, folder: str, teacher: Any = None) -> Callable[[], None]:
     """A step as the trainer takes it, optimizer included; with ``teacher``, its states come from that model."""
-    trainer = DistillTrainer(
-        model, DistillArguments(folder, report_to="none", max_steps=1, use_cpu=case.device == "cpu")
-    )
-    trainer.create_optimizer_and_scheduler(1)
+    trainer = make_trainer(model, case, folder)
     batch = _batch(model, case.length)
     count = torch.tensor(case.length - case.window - case.sinks - 1, device=case.place())
 

@@ -8,8 +8,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from distill.data.sources import Record, checked_text
+from distill.data.sources import Record
 from patches.errors import RetrofitError, nearest
+from retrofit.untrusted import checked_text
 
 # OpenAI's names and ShareGPT's
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}

@@ -1,6 +1,6 @@
 """Counts of a source's records: how many were read, left out or cut."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 
 @dataclass
@@ -29,10 +29,6 @@ class Counts:
         """Set all counts to 0."""
         for field in fields(self):
             setattr(self, field.name, 0)
-
-    def to_dict(self) -> dict[str, int]:
-        """The counts by name."""
-        return asdict(self)
 
     def sentence(self, unit: str, seq_len: int, min_length: int, max_samples: int | None) -> str:
         """The counts as one sentence; ``unit`` says what a record is."""

@@ -1,6 +1,7 @@
 """What the trainer reads: packed rows of one length, conversations of many, and the collator that pads these."""
 
 from collections.abc import Generator, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,68 +15,77 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from distill.data.chat import IGNORED
 
 
-class PackedRows(Dataset):
+class Rows(Dataset):
+    """Rows with ``input_ids`` and ``labels``; a subclass says what is at each of its ``places``, one for a row."""
+
+    places: Any
+
+    def row(self, place: Any) -> dict[str, Tensor]:
+        """``input_ids`` and ``labels`` (n,) int64 of the row at ``place``."""
+        raise NotImplementedError
+
+    def lengths(self) -> list[int]:
+        """Tokens of each row, known without reading one."""
+        raise NotImplementedError
+
+    def head(self, count: int) -> "Rows":
+        """The first ``count`` rows, or all if there are fewer."""
+        some = copy(self)
+        some.places = self.places[:count]
+        return some
+
+    def batch(self) -> tuple[Tensor, Tensor | None]:
+        """All rows, right-padded to the longest: ids (N, T) and labels (N, T), None if every token counts."""
+        padded = PaddingCollator(0, multiple=1)([self[index] for index in range(len(self))])
+        return padded["input_ids"], padded["labels"]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        # its number travels along, so that the trainer can name a row whose loss is not finite
+        return {**self.row(self.places[index]), "row": torch.tensor(index)}
+
+
+class PackedRows(Rows):
     """Rows of ``seq_len`` consecutive tokens of one long stream; the rest that fills no row is left out."""
 
     def __init__(self, tokens: Tensor, seq_len: int) -> None:
         """``tokens``: (n,) token ids, in order."""
         count = len(tokens) // seq_len
-        self.rows = tokens[: count * seq_len].view(count, seq_len)
+        self.places = tokens[: count * seq_len].view(count, seq_len)
 
-    def head(self, count: int) -> "PackedRows":
-        """The first ``count`` rows, or all if there are fewer."""
-        return PackedRows(self.rows[:count].flatten(), self.rows.shape[1])
+    def row(self, place: Tensor) -> dict[str, Tensor]:
+        return text_item(place)
 
     def batch(self) -> tuple[Tensor, None]:
-        """All rows (N, seq_len); no labels beside them, every token counts."""
-        return self.rows.long(), None
+        return self.places.long(), None
 
     @property
     def tokens(self) -> int:
         """Tokens in all rows."""
-        return self.rows.numel()
+        return self.places.numel()
 
     def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        return [self.rows.shape[1]] * len(self)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self.rows[index].long()
-        # its number travels along, so that the trainer can name a row whose loss is not finite
-        return {"input_ids": row, "labels": row, "row": torch.tensor(index)}
+        return [self.places.shape[1]] * len(self)
 
 
-class ChatRows(Dataset):
+class ChatRows(Rows):
     """Conversations of different lengths, each a row, labelled where the assistant speaks and -100 elsewhere."""
 
-    def __init__(self, rows: Sequence[Any] | Any, sizes: Sequence[int]) -> None:
+    def __init__(self, rows: Any, sizes: Sequence[int]) -> None:
         """``rows``: of :class:`~distill.data.tokens.TokenRows`, of ``sizes`` tokens; a list, or a ``datasets.Dataset``
         in numpy format."""
-        self.rows, self.sizes = rows, sizes
+        self.rows, self.sizes, self.places = rows, sizes, range(len(rows))
 
-    def head(self, count: int) -> "ChatRows":
-        """The first ``count`` conversations, or all if there are fewer."""
-        return ChatRows([self.rows[index] for index in range(min(count, len(self)))], self.sizes[:count])
+    def row(self, place: int) -> dict[str, Tensor]:
+        return chat_item(self.rows[place])
 
     def lengths(self) -> list[int]:
-        """Tokens of each row, known without reading one."""
-        return list(self.sizes)
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """All rows, right-padded to the longest: ids (N, T) and labels (N, T)."""
-        return _padded(self)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {**chat_item(self.rows[index]), "row": torch.tensor(index)}
+        return list(self.sizes[: len(self)])
 
 
-class DocumentRows(Dataset):
+class DocumentRows(Rows):
     """Documents that are not packed, each cut into rows of ``seq_len`` tokens and a rest."""
 
     def __init__(self, documents: Sequence[Any], sizes: Sequence[int], seq_len: int) -> None:
@@ -86,33 +96,18 @@ class DocumentRows(Dataset):
             (number, at, min(at + seq_len, size)) for number, size in enumerate(sizes) for at in range(0, size, seq_len)
         ]
 
-    def head(self, count: int) -> "DocumentRows":
-        """The first ``count`` rows, or all if there are fewer."""
-        some = DocumentRows(self.documents, (), 1)
-        some.places = self.places[:count]
-        return some
+    def row(self, place: tuple[int, int, int]) -> dict[str, Tensor]:
+        number, start, end = place
+        return text_item(torch.as_tensor(self.documents[number]["input_ids"])[start:end])
 
     def lengths(self) -> list[int]:
-        """Tokens of each row, known without reading one."""
         return [end - start for _, start, end in self.places]
 
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """All rows, right-padded to the longest: ids (N, T) and labels (N, T)."""
-        return _padded(self)
 
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        number, start, end = self.places[index]
-        ids = torch.as_tensor(self.documents[number]["input_ids"])[start:end]
-        return {**text_item(ids), "row": torch.tensor(index)}
-
-
-class MixedRows(Dataset):
+class MixedRows(Rows):
     """Rows of several sources, each read as often as its weight says, evenly spread over the pass.
 
-    >>> MixedRows([["a", "b", "c", "d"], ["x", "y"]], [0.5, 1.0]).order
+    >>> MixedRows([["a", "b", "c", "d"], ["x", "y"]], [0.5, 1.0]).places
     [(0, 0), (1, 0), (0, 2), (1, 1)]
     """
 
@@ -125,30 +120,16 @@ class MixedRows(Dataset):
             for number, (count, size) in enumerate(zip(self.counts, map(len, parts), strict=True))
             for i in range(count)
         )
-        self.order = [(number, index) for _, number, index in sorted(places)]
+        self.places = [(number, index) for _, number, index in sorted(places)]
 
-    def head(self, count: int) -> "MixedRows":
-        """The first ``count`` rows, or all if there are fewer: of every part its share."""
-        some = MixedRows(self.parts, [0] * len(self.parts))
-        some.order = self.order[:count]
-        return some
+    def row(self, place: tuple[int, int]) -> dict[str, Tensor]:
+        part, row = place
+        found: dict[str, Tensor] = self.parts[part][row]
+        return found
 
     def lengths(self) -> list[int]:
-        """Tokens of each row, known without reading one."""
         found = [part.lengths() for part in self.parts]
-        return [found[part][row] for part, row in self.order]
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """All rows, right-padded to the longest: ids (N, T) and labels (N, T)."""
-        return _padded(self)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        part, row = self.order[index]
-        found: dict[str, Tensor] = self.parts[part][row]
-        return {**found, "row": torch.tensor(index)}
+        return [found[part][row] for part, row in self.places]
 
 
 class ByLength(LengthGroupedSampler):
@@ -213,11 +194,6 @@ class PaddingCollator:
         if all("row" in row for row in rows):
             batch["row"] = torch.stack([row["row"] for row in rows])
         return batch
-
-
-def _padded(rows: Any) -> tuple[Tensor, Tensor]:
-    padded = PaddingCollator(0, multiple=1)([rows[index] for index in range(len(rows))])
-    return padded["input_ids"], padded["labels"]
 
 
 def longer_than(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """Where records come from: a text, JSONL or Parquet file, a folder written by ``datasets``, or a dataset of the Hub."""
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from patches.errors import RetrofitError, nearest
-from retrofit.files import at_home
+from retrofit.files import at_home, read_text
 from retrofit.hub_errors import first_line
+from retrofit.untrusted import json_lines
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 # a missing one of these is a missing file; any other dot may be part of an id (user/data-v1.5)
@@ -114,7 +114,7 @@ def _open(source: str, name: str | None, revision: str | None, split: str, strea
                 f"{path} is one document, which cannot be streamed: give a JSONL or Parquet file, or train without "
                 "streaming"
             )
-        return Source(str(path), ["text"], _identity(path), lambda _: _text_file(path))
+        return Source(str(path), ["text"], _identity(path), lambda _: iter([(str(path), read_text(path))]))
     if path.is_dir():
         if revision is not None:
             raise RetrofitError(f"data_revision: {path} is a local folder and has none: remove this key")
@@ -130,23 +130,6 @@ def _open(source: str, name: str | None, revision: str | None, split: str, strea
     raise RetrofitError(f"there is no file or folder {source}: give a text or JSONL file, or a dataset")
 
 
-def checked_text(value: Any, where: str, what: str) -> str:
-    """``value`` if it is a string that a tokenizer can take.
-
-    Raises:
-        RetrofitError: it is something else, or holds half a surrogate pair (JSON can say one, UTF-8 cannot).
-    """
-    if not isinstance(value, str):
-        raise RetrofitError(f"{where}: {what} is {_kind(value)}, not a string")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise RetrofitError(
-            f"{where}: {what} holds half a surrogate pair, which is not valid text: remove it"
-        ) from None
-    return value
-
-
 # ---- files ----
 
 
@@ -158,31 +141,9 @@ def _identity(path: Path) -> str:
     ).hexdigest()
 
 
-def _decode(raw: bytes, where: str) -> str:
-    try:
-        return raw.decode("utf-8-sig")  # some editors begin a file with a byte order mark
-    except UnicodeDecodeError as error:
-        raise RetrofitError(f"{where} is not UTF-8 text (byte {error.start}): convert it first") from error
-
-
-def _text_file(path: Path) -> Iterator[Record]:
-    yield str(path), _decode(path.read_bytes(), str(path))
-
-
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            where = f"{path}, line {number}"
-            line = _decode(raw, where)
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise RetrofitError(f"{where} is not JSON ({error}): every line must be one object") from error
-            if not isinstance(row, dict):
-                raise RetrofitError(f"{where} is {_kind(row)}: every line must be one object")
-            yield where, row
+        yield from json_lines(file, str(path))
 
 
 def _first_keys(path: Path) -> list[str]:
@@ -249,8 +210,3 @@ def _rows(name: str, data: Any, column: str) -> Iterator[Record]:
 
 def _names(columns: Any) -> str:
     return ", ".join(map(repr, columns)) or "nothing"
-
-
-def _kind(value: Any) -> str:
-    kinds = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string", "bool": "true or false"}
-    return kinds.get(type(value).__name__, "a number" if isinstance(value, int | float) else type(value).__name__)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distill.data.chat import IGNORED
 from distill.data.counts import Counts
-from distill.data.rows import ChatRows, DocumentRows, MixedRows, PackedRows, PaddingCollator
+from distill.data.rows import ChatRows, DocumentRows, MixedRows, PackedRows, PaddingCollator, Rows
 from distill.data.sources import open_source
 from distill.data.streaming import Stream, StreamedRows
 from distill.data.tokens import TokenRows, find_column
@@ -32,8 +32,8 @@ class Split:
         source, min_length: what was read, and what had to be longer.
     """
 
-    train: PackedRows | ChatRows | DocumentRows | MixedRows | StreamedRows
-    held_out: PackedRows | ChatRows | DocumentRows | MixedRows
+    train: Rows | StreamedRows
+    held_out: Rows
     held_out_part: str
     counts: Counts
     tokens: dict[str, int | None]
@@ -188,13 +188,9 @@ def _apart(rows: TokenRows, data: Any, min_length: int, holdout: float, collator
         )
     data = data.with_format("numpy")
 
-    def part(taken: slice) -> ChatRows | DocumentRows:
-        records = data.select(kept[taken])
-        return (
-            ChatRows(records, sizes[taken].tolist())
-            if rows.format == "chat"
-            else DocumentRows(records, sizes[taken].tolist(), rows.seq_len)
-        )
+    def part(taken: slice) -> Rows:
+        records, lengths = data.select(kept[taken]), sizes[taken].tolist()
+        return ChatRows(records, lengths) if rows.format == "chat" else DocumentRows(records, lengths, rows.seq_len)
 
     train, held_out = part(slice(cut)), part(slice(cut, None))
     parts = {"all": sizes, "train": sizes[:cut], "held_out": sizes[cut:]}
@@ -246,7 +242,7 @@ def _stream(rows: TokenRows, min_length: int, eval_rows: int, collator: PaddingC
     stream = Stream(rows, min_length)
     first = list(islice(stream.items(Counts()), eval_rows))
     sizes = [len(row["input_ids"]) for row in first]
-    held_out: PackedRows | ChatRows | DocumentRows
+    held_out: Rows
     if eval_rows and not first:
         raise RetrofitError(f"{rows.source.name} is too short: it does not fill one row")
     if rows.format == "text" and rows.apart:

@@ -14,8 +14,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from distill.data.chat import ChatTokenizer, cut
-from distill.data.sources import Source, checked_text, reading
+from distill.data.sources import Source, reading
 from patches.errors import RetrofitError
+from retrofit.untrusted import checked_text
 
 COLUMNS = {"text": ["text"], "chat": ["messages", "conversations"]}
 BESIDE = ("system", "tools")  # what some ShareGPT data keep beside a conversation; it is not read, and that is said

@@ -1,11 +1,9 @@
 """DeepSpeed: which configuration, whether it can run here, and what ZeRO-3's partitioned weights need."""
 
 import copy
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,9 @@ from retrofit.adapter import load_adapter
 from retrofit.evaluation import baselines
 from retrofit.files import at_home
 from retrofit.hub_errors import first_line
-from retrofit.import_guard import HERE
+from retrofit.import_guard import HERE, installed_version
 from retrofit.lm_head import is_shared
+from retrofit.untrusted import read_json
 
 OLDEST = "0.19.8"  # before it ZeRO-3 fails on frozen weights under gradient checkpointing (DeepSpeed pull request 8148)
 SHIPPED = ("zero2", "zero3")
@@ -57,10 +56,7 @@ def read_config(name: str | None) -> dict[str, Any] | None:
     elif not path.is_file():
         hint = nearest(name, SHIPPED)
         raise RetrofitError(f"deepspeed: there is no file {name}{hint}: give zero2, zero3 or a DeepSpeed JSON file")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise RetrofitError(f"deepspeed: {path} is not a JSON file: {error}") from None
+    config = read_json(path)
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if stage not in (1, 2, 3):
@@ -80,10 +76,9 @@ def find_config(name: str | None) -> dict[str, Any] | None:
     config = read_config(name)
     if config is None:
         return None
-    try:
-        found = version("deepspeed")
-    except PackageNotFoundError:
-        raise RetrofitError("deepspeed is not installed: pip install 'retrofit-lm[deepspeed]'") from None
+    found = installed_version("deepspeed")
+    if found is None:
+        raise RetrofitError("deepspeed is not installed: pip install 'retrofit-lm[deepspeed]'")
     if Version(found) < Version(OLDEST):
         raise RetrofitError(f"deepspeed {found} is too old, {OLDEST} or newer is needed: pip install -U deepspeed")
     zero = {key: value for key, value in config["zero_optimization"].items() if value != "auto"}

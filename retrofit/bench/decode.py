@@ -6,15 +6,13 @@ from typing import Any
 import retrofit
 from retrofit.bench import cases
 from retrofit.bench.models import RandomModels, decode_step, prompt
-from retrofit.bench.timing import interleaved, ratios, spread
+from retrofit.bench.timing import interleaved, ratios, spread, spread_columns
 from retrofit.evaluation.answering import prefill
 
 COLUMNS = {
     "name": ("", ""),
     "context": ("context", ",d"),
-    "seconds": ("seconds per token", ".5f"),
-    "seconds_low": ("quartile", ".5f"),
-    "seconds_high": ("quartile", ".5f"),
+    **spread_columns("seconds", "seconds per token", ".5f"),
     "cache_bytes": ("cache bytes", ",.10g"),
 }
 

@@ -37,22 +37,31 @@ class RandomModels(cases.Models, Where):
 
     def base(self, positions: int) -> PreTrainedModel:
         """The random base for so many positions, in eval mode: speed does not depend on what the weights are."""
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=self.hidden,
-            intermediate_size=4 * self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.hidden // HEAD_DIM,  # two to a key/value head
-            num_key_value_heads=self.hidden // (2 * HEAD_DIM),
-            max_position_embeddings=positions,
-        )
-        return Qwen2ForCausalLM(config).eval().to(self.torch_dtype()).to(self.place())
+        heads = self.hidden // HEAD_DIM  # two to a key/value head
+        base = random_base(self.hidden, heads, heads // 2, 4 * self.hidden, layers=self.layers, positions=positions)
+        return base.to(self.torch_dtype()).to(self.place())
 
     def arms(self, positions: int) -> dict[str, Any]:
         """``{name: model}``, full attention first."""
         base = self.base(positions)
         return {FULL: base} | {kind: retrofit.patch(base, kind, self.window, self.sinks) for kind in self.kinds()}
+
+
+def random_base(
+    hidden: int, heads: int, kv_heads: int, mlp: int, *, layers: int = 1, positions: int = 32768
+) -> PreTrainedModel:
+    """A Qwen2 of this shape, the same at every call, in eval mode; ``mlp`` is the width of its feed-forward layers."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=positions,
+    )
+    return Qwen2ForCausalLM(config).eval()
 
 
 def prompt(model: Any, length: int) -> Tensor:

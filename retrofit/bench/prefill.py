@@ -7,14 +7,12 @@ import torch
 
 from retrofit.bench import cases
 from retrofit.bench.models import FULL, NONE, RandomModels, prompt
-from retrofit.bench.timing import interleaved, ratios, spread
+from retrofit.bench.timing import interleaved, ratios, spread, spread_columns
 
 COLUMNS = {
     "name": ("", ""),
     "length": ("tokens", ",d"),
-    "seconds": ("seconds", ".3f"),
-    "seconds_low": ("quartile", ".3f"),
-    "seconds_high": ("quartile", ".3f"),
+    **spread_columns("seconds", "seconds", ".3f"),
     "to_none": ("x none", ".2f"),
     "to_half": ("x half the length", ".2f"),
 }

@@ -15,7 +15,7 @@ from retrofit.bench import cases
 from retrofit.bench.machine import peak_bytes
 from retrofit.bench.models import FULL, NONE, RandomModels, decode_step, prompt
 from retrofit.bench.roofline import active_memories, peaks, roofline
-from retrofit.bench.timing import interleaved, mib, ratios, spread
+from retrofit.bench.timing import interleaved, mib, ratios, spread, spread_columns
 from retrofit.costs.estimate import Device
 from retrofit.evaluation.answering import prefill
 from retrofit.evaluation.baselines import window_only
@@ -25,18 +25,14 @@ from retrofit.loading import load_base
 WHO = {"name": ("", ""), "length": ("tokens", ",d")}
 PREFILL = {
     **WHO,
-    "prefill_seconds": ("seconds", ".3f"),
-    "prefill_seconds_low": ("quartile", ".3f"),
-    "prefill_seconds_high": ("quartile", ".3f"),
+    **spread_columns("prefill_seconds", "seconds", ".3f"),
     "prefill_to_full": ("x full", ".2f"),
     "prefill_roofline_share": ("roofline", ".0%"),
     "whole_seconds": ("in one call", ".3f"),
 }
 DECODE = {
     **WHO,
-    "decode_tokens_per_second": ("tokens/s", ",.1f"),
-    "decode_tokens_per_second_low": ("quartile", ",.1f"),
-    "decode_tokens_per_second_high": ("quartile", ",.1f"),
+    **spread_columns("decode_tokens_per_second", "tokens/s", ",.1f"),
     "decode_to_full": ("x full", ".2f"),
     "decode_roofline_share": ("roofline", ".0%"),
 }

@@ -10,20 +10,14 @@ from torch import Tensor
 from patches.scan import gated_delta_rule_chunks, gated_delta_rule_steps
 from retrofit.bench import cases
 from retrofit.bench.machine import Where
-from retrofit.bench.timing import check_equal, interleaved, ratios, spread
+from retrofit.bench.timing import check_equal, interleaved, ratios, spread, spread_columns
 
 FORMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "token loop": gated_delta_rule_steps,
     "chunked": gated_delta_rule_chunks,
 }
 
-COLUMNS = {
-    "name": ("", ""),
-    "pass": ("", ""),
-    "seconds": ("seconds", ".4f"),
-    "seconds_low": ("quartile", ".4f"),
-    "seconds_high": ("quartile", ".4f"),
-}
+COLUMNS = {"name": ("", ""), "pass": ("", ""), **spread_columns("seconds", "seconds", ".4f")}
 
 
 class Case(cases.Scan, Where):

@@ -11,12 +11,16 @@ from torch.utils.benchmark import timer  # waits for the GPU before it reads the
 from patches.errors import RetrofitError
 from retrofit.bench.machine import Where, peak_bytes
 
+
+def spread_columns(name: str, header: str, spec: str) -> dict[str, tuple[str, str]]:
+    """Columns for what :func:`spread` gives."""
+    return {name: (header, spec), f"{name}_low": ("quartile", spec), f"{name}_high": ("quartile", spec)}
+
+
 # of verbs that set two forms side by side; the last row holds their ratios
 TIME_AND_MEMORY = {
     "name": ("", ""),
-    "seconds": ("seconds", ".3f"),
-    "seconds_low": ("quartile", ".3f"),
-    "seconds_high": ("quartile", ".3f"),
+    **spread_columns("seconds", "seconds", ".3f"),
     "extra_mib": ("peak extra MiB", ",.2f"),
 }
 Arm = TypeVar("Arm")  # whatever names one

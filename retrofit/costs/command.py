@@ -4,20 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofit.options import (
-    Bandwidth,
-    Json,
-    Length,
-    Memory,
-    MemoryRecipe,
-    Options,
-    Peak,
-    Sinks,
-    Verbs,
-    Window,
-    of_recipe,
-    pairs,
-)
+from retrofit.options import Json, Memory, MemoryRecipe, Options, Sinks, Verbs, Window, of_recipe, pairs
 
 app = Verbs()
 
@@ -34,13 +21,15 @@ def estimate(
     memory: Memory = "ahn-gdn",
     window: Window = 32640,
     sinks: Sinks = 128,
-    length: Length = 128000,
+    length: Annotated[int, typer.Option(min=1, help="T: tokens.")] = 128000,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
     option: Options = None,
     recipe: MemoryRecipe = None,
-    peak_tflops: Peak = None,
-    bandwidth: Bandwidth = None,
+    peak_tflops: Annotated[
+        float | None, typer.Option(min=1e-6, help="Peak TFLOP/s of the device; give --bandwidth too.")
+    ] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=1e-6, help="Memory bandwidth of the device, in GB/s.")] = None,
     paper: Annotated[bool, typer.Option("--paper", help="The AHN paper's table, counted as the paper counts.")] = False,
     json_file: Json = None,
 ) -> None:

@@ -7,7 +7,7 @@ from patches.errors import RetrofitError, one_of
 
 from . import infinitebench, longbench, lveval
 from .chinese import jieba
-from .definitions import Benchmark, tasks_of
+from .definitions import Benchmark, Rows
 from .samples import Task
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -17,7 +17,12 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def load_benchmark(
-    name: str, source: str | None = None, tokenizer: Any = None, *, tasks: Iterable[str] | None = None
+    name: str,
+    source: str | None = None,
+    tokenizer: Any = None,
+    *,
+    tasks: Iterable[str] | None = None,
+    limit: int | None = None,
 ) -> list[Task]:
     """The tasks of a published benchmark, ready to be asked; rows are read while they are.
 
@@ -28,6 +33,7 @@ def load_benchmark(
             or a dataset id of the Hub; None means the benchmark's own repository there.
         tokenizer: of the model that will be asked: it cuts the prompts and brings the chat template.
         tasks: some of the benchmark's tasks, in this order; None means all.
+        limit: so many samples of each at most.
 
     Raises:
         RetrofitError: an unknown benchmark or task, no tokenizer, or Chinese tasks without ``jieba``. While the samples
@@ -41,7 +47,8 @@ def load_benchmark(
         raise RetrofitError(f"{name} needs the model's tokenizer: its prompts are cut to {benchmark.max_length} tokens")
     if any(benchmark.questions[task].language == "zh" for task in chosen):
         jieba()  # better now than when the first answer is scored
-    return tasks_of(benchmark, chosen, source or benchmark.repo, tokenizer)
+    rows = {task: Rows(benchmark, task, source or benchmark.repo, tokenizer, limit) for task in chosen}
+    return [Task(task, rows[task], benchmark.questions[task].metric, benchmark.source) for task in chosen]
 
 
 def find_benchmark(name: str) -> Benchmark:

@@ -1,20 +1,21 @@
 """What a published benchmark is made of, and how its rows become samples: prompt, truncation, chat template."""
 
-import io
-import json
 import re
 import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from patches.errors import RetrofitError
 from retrofit.chat import chat_prompt
 from retrofit.files import at_home
+from retrofit.hub_errors import first_line
+from retrofit.untrusted import checked_text, json_lines
 
-from .samples import Metric, Sample, Task
+from .samples import Metric, Sample
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
@@ -77,36 +78,37 @@ class Rows:
         benchmark, task: what is read.
         source: a local folder, or a dataset id of the Hub.
         tokenizer: counts and cuts the prompt, and brings the chat template.
+        limit: so many of them at most.
     """
 
     benchmark: Benchmark
     task: str
     source: str
     tokenizer: Any = field(repr=False)
+    limit: int | None = None
 
     def __iter__(self) -> Iterator[Sample]:
         question = self.benchmark.questions[self.task]
-        for number, row in enumerate(self._read()):
+        for number, row in enumerate(islice(self._read(), self.limit)):
             where = f"{self.benchmark.name}, {self.task}, row {number}"
             answers = row.get("answers", row.get("answer"))
             answers = answers if isinstance(answers, list) else [answers]
-            if not all(map(_is_text, (row.get("context"), row.get("input"), *answers))):
-                raise RetrofitError(f"{where}: a row needs the texts 'context' and 'input' and a list 'answers'")
+            texts = {key: checked_text(row.get(key), where, repr(key)) for key in ("context", "input")}
             meta = {"language": question.language}
             if row.get("answer_keywords"):
                 meta["keywords"] = row["answer_keywords"]
             yield Sample(
                 task=self.task,
                 id=str(number),
-                prompt=self._prompt(question, row),
-                answers=tuple(answers),
+                prompt=self._prompt(question, texts),
+                answers=tuple(checked_text(one, where, "an answer") for one in answers),
                 max_new_tokens=question.max_new_tokens,
                 stop=question.stop,
                 meta=meta,
             )
 
-    def _prompt(self, question: Question, row: dict[str, Any]) -> str:
-        text = question.prompt.format(context=row["context"], input=row["input"])
+    def _prompt(self, question: Question, texts: dict[str, str]) -> str:
+        text = question.prompt.format(**texts)
         text = truncated(
             self.tokenizer, text, self.benchmark.max_length, self.benchmark.truncate, question.max_new_tokens
         )
@@ -121,15 +123,7 @@ class Rows:
             yield from _zipped(path, file)
         else:
             with path.open("rb") as lines:
-                yield from _json_lines(lines, str(path))
-
-
-def tasks_of(benchmark: Benchmark, tasks: list[str], source: str, tokenizer: Any) -> list[Task]:
-    """``tasks`` of ``benchmark``, in that order."""
-    return [
-        Task(task, Rows(benchmark, task, source, tokenizer), benchmark.questions[task].metric, benchmark.source)
-        for task in tasks
-    ]
+                yield from (row for _, row in json_lines(lines, str(path)))
 
 
 def truncated(tokenizer: Any, text: str, max_length: int, keep: str, max_new_tokens: int) -> str:
@@ -162,15 +156,10 @@ def _find(source: str, benchmark: Benchmark, file: str, archive: str | None) -> 
     try:
         return Path(hf_hub_download(source, archive or file, repo_type="dataset"))
     except Exception as error:  # no network, no such repository or file, no access
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         raise RetrofitError(
-            f"{archive or file} of {source} could not be fetched from the Hub ({reason}): give a local folder with it"
+            f"{archive or file} of {source} could not be fetched from the Hub ({first_line(error)}): give a local "
+            "folder with it"
         ) from error
-
-
-def _is_text(value: Any) -> bool:
-    """Whether it is a string that a tokenizer can take: JSON can say half a surrogate pair, UTF-8 cannot."""
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _zipped(path: Path, file: str) -> Iterator[dict[str, Any]]:
@@ -180,19 +169,6 @@ def _zipped(path: Path, file: str) -> Iterator[dict[str, Any]]:
             if member is None:
                 raise RetrofitError(f"{path} holds no {file}")
             with archive.open(member) as lines:
-                yield from _json_lines(lines, f"{path}, {member}")
+                yield from (row for _, row in json_lines(lines, f"{path}, {member}"))
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:  # the last: a password is asked
         raise RetrofitError(f"{path} is not a whole zip file: fetch it again") from error
-
-
-def _json_lines(lines: Any, where: str) -> Iterator[dict[str, Any]]:
-    try:
-        for number, line in enumerate(io.TextIOWrapper(lines, encoding="utf-8"), start=1):
-            if not line.strip():
-                continue
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise RetrofitError(f"{where}, line {number} is no JSON object")
-            yield row
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RetrofitError(f"{where} is not JSON Lines ({error}): fetch it again") from error

@@ -13,6 +13,7 @@ from patches.errors import RetrofitError, nearest
 from retrofit.chat import check_template
 from retrofit.evaluation.scores import hidden_states
 from retrofit.files import write_json
+from retrofit.hub_errors import first_line
 from retrofit.lm_head import log_probs
 from retrofit.table import finite
 
@@ -156,8 +157,7 @@ def _load(manager: Any, names: list[str]) -> dict[str, Any]:
             f"the tasks {', '.join(names)} need more packages ({error}): pip install 'retrofit-lm[eval]'"
         ) from error
     except Exception as error:  # no network, no such dataset, a YAML file with a mistake
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise RetrofitError(f"the tasks {', '.join(names)} cannot be loaded: {reason}") from error
+        raise RetrofitError(f"the tasks {', '.join(names)} cannot be loaded: {first_line(error)}") from error
 
 
 def _wants_chat(name: str, tokenizer: Any, wanted: bool | None) -> bool:

@@ -3,6 +3,9 @@
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import Any
+
+MOST = 2**24  # sentences of filler that are tried
 
 # RULER's noise (arXiv 2404.06654, section 3): one line, over and over
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -36,43 +39,27 @@ def sentences_of(text: str) -> Callable[[int], str]:
     return lambda index: sentences[index % len(sentences)]
 
 
-def fill(
-    wrap: Callable[[str], str],
-    sentence: Callable[[int], str],
-    hidden: Sequence[tuple[float, str]],
-    tokens: Callable[[str], int],
-    length: int,
-) -> str:
-    """The longest prompt of at most ``length`` tokens.
-
-    Args:
-        wrap: puts the haystack into the prompt.
-        sentence: the i-th sentence of filler.
-        hidden: ``(depth from 0 to 1, text)``, what is put between the sentences.
-        tokens: counts a prompt's tokens.
-        length: tokens of the whole prompt.
-
-    Returns:
-        The prompt; without any filler if even that is too long.
-    """
-
-    def prompt(count: int) -> str:
-        parts = [sentence(index) for index in range(count)]
-        for depth, text in sorted(hidden, key=lambda one: one[0], reverse=True):
-            parts.insert(round(depth * count), text)
-        return wrap(" ".join(parts))
-
-    return longest(prompt, tokens, length)
+def haystack(sentence: Callable[[int], str], hidden: Sequence[tuple[float, str]], count: int) -> list[str]:
+    """``count`` sentences of filler, and between them what is hidden: ``(depth from 0 to 1, text)``."""
+    parts = [sentence(index) for index in range(count)]
+    for depth, text in sorted(hidden, key=lambda one: one[0], reverse=True):
+        parts.insert(round(depth * count), text)
+    return parts
 
 
-def longest(prompt: Callable[[int], str], tokens: Callable[[str], int], length: int, most: int = 2**24) -> str:
-    """The longest of ``prompt(0)``, ... ``prompt(most)`` of at most ``length`` tokens; the first if all have more.
+def longest(prompt: Callable[[int], str], tokenizer: Any, length: int) -> str:
+    """The longest of ``prompt(0)``, ``prompt(1)``, ... of at most ``length`` tokens; the first if all have more.
 
     They must grow with their argument.
     """
     high = 1
-    while high <= most and tokens(prompt(high)) <= length:
+    while high <= MOST and count_tokens(tokenizer, prompt(high)) <= length:
         high *= 2
-    numbers = range(high // 2, min(high, most + 1))
-    fits = bisect_right(numbers, length, key=lambda count: tokens(prompt(count)) if count else 0)
+    numbers = range(high // 2, min(high, MOST + 1))
+    fits = bisect_right(numbers, length, key=lambda at: count_tokens(tokenizer, prompt(at)) if at else 0)
     return prompt(numbers[max(0, fits - 1)])
+
+
+def count_tokens(tokenizer: Any, text: str) -> int:
+    """Tokens of a prompt, special ones included."""
+    return len(tokenizer(text, verbose=False)["input_ids"])

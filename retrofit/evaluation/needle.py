@@ -12,7 +12,8 @@ from typing import Any
 
 from patches.errors import RetrofitError, one_of
 from retrofit.chat import chat_prompt
-from retrofit.evaluation.haystack import fill, invented, noise, sentences_of
+from retrofit.evaluation.haystack import count_tokens, haystack, invented, longest, noise, sentences_of
+from retrofit.evaluation.metrics import string_match_all
 from retrofit.evaluation.samples import Sample, Task
 
 
@@ -78,10 +79,6 @@ def needle_tasks(
         one_of("probe", name, *NAMES)
     if any(not 0 <= depth <= 1 for depth in depths):
         raise RetrofitError(f"depths {list(depths)}: each lies between 0 (the beginning) and 1 (the end)")
-
-    def count(prompt: str) -> int:
-        return len(tokenizer(prompt, verbose=False)["input_ids"])
-
     tasks = []
     for name in names:
         made = []
@@ -89,38 +86,25 @@ def needle_tasks(
             for depth in depths:
                 for number in range(samples):
                     dice = random.Random(f"{seed}-{name}-{length}-{depth}-{number}")
-                    make = _passkey if name == PASSKEY else _needle
-                    prompt, answers, new = make(name, dice, depth, text, tokenizer if chat else None, count, length)
-                    if count(prompt) + new > length:
-                        raise RetrofitError(
-                            f"{name} does not fit into {length} tokens: ask for {count(prompt) + new} or more"
-                        )
+                    draw = _passkey if name == PASSKEY else _needle
+                    with_filler, answers, new = draw(name, dice, depth, text, tokenizer if chat else None)
+                    prompt = longest(with_filler, tokenizer, length - new)
+                    taken = count_tokens(tokenizer, prompt) + new
+                    if taken > length:
+                        raise RetrofitError(f"{name} does not fit into {length} tokens: ask for {taken} or more")
                     meta = {"length": length, "depth": depth}
                     id_ = f"{length}-{depth}-{number}"
                     made.append(Sample(name, id_, prompt, tuple(answers), new, meta=meta))
         source = "arXiv 2305.16300" if name == PASSKEY else "RULER, arXiv 2404.06654"
-        tasks.append(Task(name, made, all_found, source))
+        tasks.append(Task(name, made, string_match_all, source))
     return tasks
 
 
-def all_found(prediction: str, sample: Sample) -> float:
-    """Share of the answers that occur in the prediction, upper and lower case alike (RULER's metric)."""
-    said = prediction.lower()
-    return sum(answer.lower() in said for answer in sample.answers) / len(sample.answers)
+# how to make the prompt with so many sentences of filler, its answers, and the tokens of an answer
+Made = tuple[Callable[[int], str], list[str], int]
 
 
-Made = tuple[str, list[str], int]
-
-
-def _needle(
-    name: str,
-    dice: random.Random,
-    depth: float,
-    text: str | None,
-    tokenizer: Any,
-    count: Callable[[str], int],
-    length: int,
-) -> Made:
+def _needle(name: str, dice: random.Random, depth: float, text: str | None, tokenizer: Any) -> Made:
     variant = VARIANTS[name]
     kind = variant.value
     keys = _different(variant.keys, lambda: _thing(variant.key, dice))
@@ -150,7 +134,7 @@ def _needle(
     query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
     verb = "is" if one else "are"
 
-    def wrap(haystack: str) -> str:
+    def prompt(filler: int) -> str:
         opening = (
             f"{'A' if one else 'Some'} special magic {what} {verb} hidden within the following text. Make sure to "
             f"memorize it. I will quiz you about the {what} afterwards."
@@ -158,21 +142,12 @@ def _needle(
         which = "the" if one else "all the"
         question = f"What {verb} {which} special magic {what} for {query} mentioned in the provided text?"
         begun = f"The special magic {what} for {query} mentioned in the provided text {verb}"
-        return asked_for(f"{opening}\n{haystack}\n{question}", begun, tokenizer)
+        return asked_for(f"{opening}\n{' '.join(haystack(sentence, hidden, filler))}\n{question}", begun, tokenizer)
 
-    prompt = fill(wrap, sentence, hidden, count, length - ANSWER_TOKENS)
     return prompt, [value for key in asked for value in values[key]], ANSWER_TOKENS
 
 
-def _passkey(
-    name: str,
-    dice: random.Random,
-    depth: float,
-    text: str | None,
-    tokenizer: Any,
-    count: Callable[[str], int],
-    length: int,
-) -> Made:
+def _passkey(name: str, dice: random.Random, depth: float, text: str | None, tokenizer: Any) -> Made:
     """A number of five digits in a haystack of noise, as in Landmark Attention (arXiv 2305.16300, section 4.2)."""
     key = str(dice.randrange(10_000, 100_000))
     hidden = [(depth, f"The pass key is {key}. Remember it. {key} is the pass key.")]
@@ -180,12 +155,12 @@ def _passkey(
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you "
         "about the important information there."
     )
-    new = 16
 
-    def wrap(haystack: str) -> str:
-        return asked_for(f"{opening}\n{haystack}\nWhat is the pass key?", "The pass key is", tokenizer)
+    def prompt(filler: int) -> str:
+        text = " ".join(haystack(noise(), hidden, filler))
+        return asked_for(f"{opening}\n{text}\nWhat is the pass key?", "The pass key is", tokenizer)
 
-    return fill(wrap, noise(), hidden, count, length - new), [key], new
+    return prompt, [key], 16
 
 
 def asked_for(question: str, begun: str, tokenizer: Any) -> str:

@@ -8,7 +8,6 @@ keys and values. The token that is being read comes on top with TOVA and H2O; wi
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from patches.errors import RetrofitError, one_of
 from retrofit.evaluation.scores import cached_readers, scored_pieces
-from retrofit.files import at_home
+from retrofit.files import at_home, read_text
+from retrofit.hub_errors import first_line
 from retrofit.patching import patch
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -102,9 +102,7 @@ def table(found: Mapping[str, Mapping[int | None, float]]) -> tuple[list[dict[st
     return rows, {"policy": ("", "")} | {str(size): (str(size), ".2f") for size in sizes}
 
 
-def read_sequences(
-    source: str, tokenizer: Any, *, length: int = 4096, count: int | None = None, per_text: int | None = None
-) -> Tensor:
+def read_sequences(source: str, tokenizer: Any, *, length: int = 4096, count: int | None = None) -> Tensor:
     """(N, ``length``) rows of the texts of ``source``, cut one after the other; what is left of a text is left out.
 
     Args:
@@ -112,7 +110,6 @@ def read_sequences(
             column ``text``, of which the split ``test`` is read.
         length: tokens per row.
         count: rows at most.
-        per_text: rows of one text at most.
 
     Raises:
         RetrofitError: nothing there, or no text as long as one row.
@@ -120,8 +117,7 @@ def read_sequences(
     rows: list[list[int]] = []
     for text in _texts(source):
         ids = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
-        pieces = (ids[at : at + length] for at in range(0, len(ids) - length + 1, length))
-        rows.extend(islice(pieces, per_text))
+        rows += (ids[at : at + length] for at in range(0, len(ids) - length + 1, length))
         if count is not None and len(rows) >= count:
             break
     if not rows:
@@ -142,11 +138,7 @@ def _texts(source: str) -> Iterator[str]:
     else:
         yield from _dataset(source)
         return
-    for file in files:
-        try:
-            yield file.read_text(encoding="utf-8-sig")
-        except (UnicodeDecodeError, OSError) as error:
-            raise RetrofitError(f"{file} cannot be read as UTF-8 text: {error}") from error
+    yield from map(read_text, files)
 
 
 def _dataset(name: str) -> Iterator[str]:
@@ -158,5 +150,5 @@ def _dataset(name: str) -> Iterator[str]:
         for row in load_dataset(name, split="test", streaming=True):
             yield row["text"]
     except Exception as error:  # no network, no such dataset, no such split or column
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        raise RetrofitError(f"{name} is no file or folder here, and cannot be read from the Hub: {reason}") from error
+        said = f"{name} is no file or folder here, and cannot be read from the Hub: {first_line(error)}"
+        raise RetrofitError(said) from error

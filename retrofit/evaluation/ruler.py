@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from patches.errors import RetrofitError
-from retrofit.evaluation.haystack import NOISE, longest
+from retrofit.evaluation.haystack import count_tokens, haystack, longest, noise
 from retrofit.evaluation.metrics import string_match_all, string_match_part
 from retrofit.evaluation.needle import asked_for
 from retrofit.evaluation.samples import Sample, Task
@@ -65,10 +65,6 @@ def ruler_tasks(
     Raises:
         RetrofitError: the data cannot be had, or a length in which a question does not fit.
     """
-
-    def count(prompt: str) -> int:
-        return len(tokenizer(prompt, verbose=False)["input_ids"])
-
     tasks = []
     for name in names:
         about = _templates(say)[NAMES[name]]
@@ -84,11 +80,11 @@ def ruler_tasks(
                         question, begun = make(filler)
                         return asked_for(question, begun.strip(), tokenizer if chat else None)
 
-                    if count(prompt(0)) + new <= length:
+                    if count_tokens(tokenizer, prompt(0)) + new <= length:
                         break
                 else:
                     raise RetrofitError(f"{name} does not fit into {length} tokens: ask for {2 * length} or more")
-                text = longest(prompt, count, length - new)
+                text = longest(prompt, tokenizer, length - new)
                 made.append(Sample(name, f"{length}-{number}", text, tuple(answers), new, meta={"length": length}))
         metric = string_match_part if name in DOCUMENTS else string_match_all
         tasks.append(Task(name, made, metric, f"RULER, arXiv 2404.06654, data of {PACKAGE}"))
@@ -123,13 +119,11 @@ def _variables(dice: random.Random, letters: int, template: str, prefix: str) ->
     chain = [
         f"VAR {name} = {source}" for name, source in zip(names, [value, *(f"VAR {n}" for n in names)], strict=False)
     ]
-    places = sorted(dice.random() for _ in chain)
+    hidden = list(zip(sorted(dice.random() for _ in chain), chain, strict=True))
 
     def make(filler: int) -> tuple[str, str]:
-        lines = [NOISE] * filler
-        for place, line in reversed(list(zip(places, chain, strict=True))):
-            lines.insert(round(place * filler), line)
-        return template.format(context="\n".join(lines), query=value), prefix.format(query=value, num_v=len(chain))
+        context = "\n".join(haystack(noise(), hidden, filler))
+        return template.format(context=context, query=value), prefix.format(query=value, num_v=len(chain))
 
     return make, list(names)
 

@@ -1,18 +1,16 @@
 """One evaluation from settings to files: the rows, whatever was asked for, results as they come, one summary."""
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from patches.errors import RetrofitError
 from retrofit.chat import check_template
 from retrofit.costs.held import state_bytes
 from retrofit.evaluation import needle, questions, ruler
@@ -23,12 +21,11 @@ from retrofit.evaluation.harness import run_harness
 from retrofit.evaluation.identity import identity
 from retrofit.evaluation.perplexity import POLICIES, perplexity_by_size, read_sequences, table
 from retrofit.evaluation.recall import recall_means, score_recall
-from retrofit.evaluation.samples import Sample, Task
 from retrofit.evaluation.scores import gap_closed
 from retrofit.evaluation.settings import RULER, Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.evaluation.text import by_distance, score_text
-from retrofit.files import at_home, check_file, check_output, write_json
+from retrofit.files import check_file, check_output, read_text, write_json
 from retrofit.table import finite
 
 SUMMARY = "eval.json"
@@ -57,7 +54,7 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
         length = settings.seq_len or 4 * budget
         sequences = read_sequences(settings.data, tokenizer, length=length, count=settings.eval_rows)
     probes = settings.asked()
-    text = None if settings.haystack is None else _read(settings.haystack)
+    text = None if settings.haystack is None else read_text(settings.haystack)
     if RULER in settings.probes and text is None:
         text = ruler.essays(_say)
     how: dict[str, Any] = {"seed": settings.seed, "chat": settings.chat}
@@ -69,7 +66,10 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
     tasks += ruler.ruler_tasks(of_ruler, tokenizer, lengths, samples=per_length, say=_say, **how)
     needles = [task.name for task in tasks]
     tasks += questions.question_tasks(of_questions, limit=settings.limit, seed=settings.seed, say=_say)
-    published = {name: _published(name, settings, tokenizer) for name in settings.benchmarks}
+    published = {
+        name: load_benchmark(name, settings.benchmark_data, tokenizer, limit=settings.limit)
+        for name in settings.benchmarks
+    }
     store = ResultStore(output, asdict(settings), overwrite)
     names = [row.name for row in rows]
     with _progress() as progress:
@@ -161,33 +161,6 @@ def _text(store: ResultStore, rows: Sequence[Contender], length: int) -> list[di
         gap = entry["kl"][WINDOW_ONLY]
         entry["kl_gap_closed"] = {name: gap_closed(kl, gap) for name, kl in entry["kl"].items()}
     return table
-
-
-@dataclass(frozen=True)
-class _First:
-    """The first ``count`` of some samples, as often as they are asked for."""
-
-    samples: Iterable[Sample]
-    count: int
-
-    def __iter__(self) -> Iterator[Sample]:
-        return islice(iter(self.samples), self.count)
-
-
-def _published(name: str, settings: Settings, tokenizer: Any) -> list[Task]:
-    tasks = load_benchmark(name, settings.benchmark_data, tokenizer)
-    if settings.limit is None:
-        return tasks
-    return [replace(task, samples=_First(task.samples, settings.limit)) for task in tasks]
-
-
-def _read(path: str) -> str:
-    try:
-        return at_home(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RetrofitError(f"{path} is not UTF-8 text (byte {error.start}): convert it first") from None
-    except OSError as error:
-        raise RetrofitError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _say(line: str) -> None:

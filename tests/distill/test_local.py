@@ -97,7 +97,7 @@ def test_local_steps_bring_each_layer_nearer(kind: str, make_base: MakeBase, row
 def test_nothing_of_the_model_is_kept_for_the_backward_pass(make_base: MakeBase, rows: PackedRows) -> None:
     """A layer's graph goes before the next layer runs, and the base has no part in any."""
     model = awaken(retrofit.patch(make_base("Qwen2"), "joint", W, S))
-    ids = rows.rows[:2].long()
+    ids = rows.places[:2].long()
     total = LocalFit(model).total(model, {"input_ids": ids}, torch.ones_like(ids, dtype=torch.bool))
     leaves = {node.variable for node, _ in total.grad_fn.next_functions if node is not None}
     assert leaves == {parameter for parameter in model.parameters() if parameter.requires_grad}

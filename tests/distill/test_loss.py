@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from distill import loss
 from distill.loss import chunked_ce, chunked_kl, naive_ce, naive_kl, scored_positions
 
 ORACLE = Path(__file__).parents[3] / "shared" / "oracles" / "ahn_gdn.safetensors"
@@ -32,26 +33,30 @@ def targets(student: Tensor) -> Tensor:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 @pytest.mark.parametrize("kind", ["kl", "ce"])
-def test_equals_the_naive_form_and_its_gradient(kind: str, chunk: int, with_bias: bool, temperature: float) -> None:
+def test_equals_the_naive_form_and_its_gradient(
+    kind: str, chunk: int, with_bias: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     student, teacher, weight, bias = states()
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", chunk * len(weight))
     naive, chunked = {"kl": (naive_kl, chunked_kl), "ce": (naive_ce, chunked_ce)}[kind]
     arguments = (student, teacher if kind == "kl" else targets(student), weight, bias if with_bias else None)
     share = torch.linspace(-1, 2, len(student), dtype=torch.float64)  # each position's loss has a gradient of its own
     expected = naive(*arguments, temperature=temperature)
     (expected_grad,) = torch.autograd.grad(expected @ share, student)
-    losses = chunked(*arguments, temperature=temperature, chunk=chunk)
+    losses = chunked(*arguments, temperature=temperature)
     (grad,) = torch.autograd.grad(losses @ share, student)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
-        assert torch.equal(chunked(*arguments, temperature=temperature, chunk=chunk), losses)
+        assert torch.equal(chunked(*arguments, temperature=temperature), losses)
 
 
-def test_gradcheck() -> None:
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher, weight, bias = states()
-    for loss, other in ((chunked_kl, teacher), (chunked_ce, targets(student))):
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 2 * len(weight))
+    for run, other in ((chunked_kl, teacher), (chunked_ce, targets(student))):
         assert torch.autograd.gradcheck(
-            lambda x, loss=loss, other=other: loss(x, other, weight, bias, temperature=1.7, chunk=2),
+            lambda x, run=run, other=other: run(x, other, weight, bias, temperature=1.7),
             student,
             raise_exception=True,
         )
@@ -84,15 +89,18 @@ def test_no_position_gives_zero_and_a_zero_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["kl", "ce"])
-def test_sixteen_bit_states_are_compared_as_exactly_as_float32_can(kind: str, dtype: torch.dtype) -> None:
+def test_sixteen_bit_states_are_compared_as_exactly_as_float32_can(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     student, teacher, weight, bias = of_real_scale(dtype)
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 10 * len(weight))
     wide = [tensor.double() for tensor in (student, teacher, weight, bias)]
     wide[0].requires_grad_()
     student.requires_grad_()
     naive, chunked = {"kl": (naive_kl, chunked_kl), "ce": (naive_ce, chunked_ce)}[kind]
     first, other = (wide[1], teacher) if kind == "kl" else (targets(student), targets(student))
     expected = naive(wide[0], first, *wide[2:])
-    losses = chunked(student, other, weight, bias, chunk=10)
+    losses = chunked(student, other, weight, bias)
     expected.sum().backward()
     losses.sum().backward()
     assert losses.dtype == torch.float32
@@ -136,6 +144,6 @@ def test_matches_the_reference_implementation() -> None:
     # logits as hidden states of an identity head
     reference, memory = (oracle[f"train.logits_{name}"] for name in ("ref", "mem"))
     identity = torch.eye(reference.shape[-1])
-    for loss in (naive_kl, chunked_kl):
-        kl = loss(memory[scored], reference[scored], identity).sum() / scored.sum()
+    for form in (naive_kl, chunked_kl):
+        kl = form(memory[scored], reference[scored], identity).sum() / scored.sum()
         torch.testing.assert_close(kl, oracle["train.kl_loss"].squeeze(), rtol=0, atol=1e-6)

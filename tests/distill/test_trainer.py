@@ -60,7 +60,7 @@ def test_loss_is_the_mean_kl_over_scored_positions(
     model: Model, rows: PackedRows, tmp_path: Path, label_shift: str
 ) -> None:
     trainer = make_trainer(opened(model), rows, tmp_path, label_shift=label_shift)
-    ids = rows.rows[:3].long()
+    ids = rows.places[:3].long()
     labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.5, -100)
     student = model(ids).logits.log_softmax(-1)
     with model.memory_off():
@@ -85,7 +85,7 @@ def test_positions_count_once_any_layer_has_forgotten(
     for windows, lossless in (({"1": {"window": 3}}, 5), ({"0-1": {"window": 9}}, 11)):
         model = opened(retrofit.patch(make_base("Qwen2"), "ahn-gdn", window=6, sinks=2, by_layer=windows))
         trainer = make_trainer(model, rows, tmp_path)
-        ids = rows.rows[:3].long()
+        ids = rows.places[:3].long()
         with model.memory_off():
             teacher = model(ids).logits.log_softmax(-1)
         kl = (teacher.exp() * (teacher - model(ids).logits.log_softmax(-1))).sum(-1)
@@ -95,7 +95,7 @@ def test_positions_count_once_any_layer_has_forgotten(
 
 
 def test_a_batch_without_labels_trains_nothing(model: Model, rows: PackedRows, tmp_path: Path) -> None:
-    ids = rows.rows[:2].long()
+    ids = rows.places[:2].long()
     trainer = make_trainer(opened(model), rows, tmp_path)
     loss = trainer.compute_loss(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
     loss.backward()
@@ -105,7 +105,7 @@ def test_a_batch_without_labels_trains_nothing(model: Model, rows: PackedRows, t
 
 def test_right_padding_changes_nothing(model: Model, rows: PackedRows, tmp_path: Path) -> None:
     trainer = make_trainer(opened(model), rows, tmp_path)
-    ids = rows.rows[:2].long()
+    ids = rows.places[:2].long()
     plain = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
     pad = torch.zeros(2, 5, dtype=torch.long)
     mask = torch.cat([torch.ones_like(ids), pad], 1)
@@ -141,7 +141,7 @@ def test_accumulation_equals_the_big_batch(
             row = super().__getitem__(index)
             return {**row, "labels": row["labels"].masked_fill(torch.arange(40) > 10 + index, -100)}
 
-    data = Uneven(rows.rows.flatten(), 40)
+    data = Uneven(rows.places.flatten(), 40)
     results = []
     for name, batch, accumulation in (("big", 4, 1), ("small", 1, 4)):
         torch.manual_seed(3)
@@ -241,7 +241,7 @@ def test_checkpoints_hold_the_memory_and_not_the_base(
     saved = load_file(last / "adapter_model.safetensors")
     assert {name.removeprefix("base_model.model.") for name in saved} == set(memory(model))
     loaded = retrofit.load_adapter(make_base("Qwen2"), last)
-    ids = rows.rows[:2].long()
+    ids = rows.places[:2].long()
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
@@ -253,7 +253,7 @@ def test_the_other_losses(
     model: Model, rows: PackedRows, tmp_path: Path, label_shift: str, settings: dict[str, Any]
 ) -> None:
     trainer = make_trainer(opened(model), rows, tmp_path, label_shift=label_shift, **settings)
-    ids = rows.rows[:3].long()
+    ids = rows.places[:3].long()
     labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.5, -100)
     scored = torch.zeros_like(ids, dtype=torch.bool)
     scored[:, 8:-1] = labels[:, 9:] != -100 if label_shift == "next" else labels[:, 8:-1] != -100
@@ -343,7 +343,7 @@ def test_conversations_of_any_length_are_trained_on(
 def test_a_batch_within_the_window_gives_every_parameter_a_gradient_of_zero(
     model: Model, rows: PackedRows, tmp_path: Path, masked: bool
 ) -> None:
-    ids = rows.rows[:2, :5].long()
+    ids = rows.places[:2, :5].long()
     batch = {"input_ids": ids, "labels": ids} | ({"attention_mask": torch.ones_like(ids)} if masked else {})
     loss = make_trainer(opened(model), rows, tmp_path).compute_loss(model, batch)
     loss.backward()

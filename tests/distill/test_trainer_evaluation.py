@@ -68,14 +68,16 @@ def test_evaluation_reports_the_window_only_model_beside_the_memory(
 def test_other_rows_have_a_window_only_model_of_their_own(model: Model, rows: PackedRows, tmp_path: Path) -> None:
     trainer = make_trainer(model, rows, tmp_path)
     first = trainer.evaluate()["eval_kl_window_only"]
-    others = PackedRows(rows.rows[5:].flatten(), 40)
+    others = PackedRows(rows.places[5:].flatten(), 40)
     expected = make_trainer(model, rows, tmp_path).evaluate(others)["eval_kl_window_only"]
     assert trainer.evaluate(others)["eval_kl_window_only"] == expected != first
 
 
 def test_evaluation_tells_distances_past_the_window_apart(model: Model, rows: PackedRows, tmp_path: Path) -> None:
     metrics = make_trainer(opened(model), rows, tmp_path).evaluate()
-    scores = retrofit.evaluate(model, rows.head(5).rows.long(), start=8)["ahn-gdn"].kl  # (5, 31): columns from W + S on
+    scores = retrofit.evaluate(model, rows.head(5).places.long(), start=8)[
+        "ahn-gdn"
+    ].kl  # (5, 31): columns from W + S on
     expected = {"": scores, "_beyond_0": scores[:, :12], "_beyond_12": scores[:, 12:24], "_beyond_24": scores[:, 24:]}
     found = {key.removeprefix("eval_kl"): metrics[key] for key in metrics if key.startswith(("eval_kl_b", "eval_kl"))}
     for key, part in expected.items():

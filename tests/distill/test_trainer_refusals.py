@@ -101,7 +101,7 @@ def test_a_loss_that_is_not_finite_stops_naming_the_step(
     with pytest.raises(RetrofitError, match=f"the loss is {bad} at step 3, rows") as error:
         trainer.train()
     assert f"rows {', '.join(map(str, seen[2]))} of the training data" in str(error.value)
-    assert all(any(torch.equal(rows[row]["input_ids"], rows.rows[row].long()) for row in batch) for batch in seen)
+    assert all(any(torch.equal(rows[row]["input_ids"], rows.places[row].long()) for row in batch) for batch in seen)
     assert all(parameter.isfinite().all() for parameter in memory(model).values())
 
 

@@ -20,6 +20,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ahn-gdn": ("ahn-gdn", {}),
     "ahn-dn": ("ahn-dn", {}),
     "ahn-mamba2": ("ahn-mamba2", {}),
+    "shared-gdn": ("shared-gdn", {}),
+    "shared-mamba2": ("shared-mamba2", {}),
     "joint": ("joint", {}),
     "joint, linear branch alone": ("joint", {"branches": "linear"}),
     "tensor-cache outer, two time scales": ("tensor-cache", {"two_timescale": True, "z_norm": True}),

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import retrofit
-from tests.helpers import S, W, awake, close, tokens
+from tests.helpers import S, W, awake, close, feed, tokens
 
 LENGTH = 26
 
@@ -95,6 +95,27 @@ def test_it_starts_where_the_published_models_do(
         steps = torch.nn.functional.softplus(whole["dt_bias"])
         assert steps.min() >= 0.99e-3
         assert steps.max() <= 0.101
+
+
+@pytest.mark.parametrize("rule", ["gdn", "dn", "mamba2"])
+@pytest.mark.parametrize("key_heads", [4, 1])
+@torch.no_grad()
+def test_a_shared_state_is_a_published_one_whose_query_heads_write_alike(
+    rule: str, key_heads: int, make_base: Callable[..., PreTrainedModel]
+) -> None:
+    base = make_base("Qwen2", num_key_value_heads=key_heads).double()
+    shared, published = awake(base, f"shared-{rule}"), awake(base, f"ahn-{rule}")
+    for theirs, ours in zip(published.model.memories().values(), shared.model.memories().values(), strict=True):
+        for name, parameter in theirs.named_parameters():
+            own = ours.get_parameter(name)
+            parameter.copy_(own.repeat_interleave(len(parameter) // len(own), 0))
+    pieces = [3, 20, 1, 1, 40]
+    read, cache = feed(shared, tokens(2, sum(pieces)), pieces)
+    expected, theirs = feed(published, tokens(2, sum(pieces)), pieces)
+    torch.testing.assert_close(read, expected, rtol=0, atol=0 if key_heads == 4 else 1e-9)
+    for ours, layer in zip(cache.layers, theirs.layers, strict=True):
+        assert ours.state["matrix"].shape == (2, key_heads, 16, 16)
+        close(ours.state["matrix"].repeat_interleave(4 // key_heads, 1), layer.state["matrix"])
 
 
 def test_the_decay_is_computed_in_float32_whatever_it_is_kept_in(make_base: Callable[..., PreTrainedModel]) -> None:

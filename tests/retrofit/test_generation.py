@@ -17,7 +17,7 @@ from patches.errors import RetrofitError
 from patches.kinds import KINDS
 from retrofit.chat import Chat, talk
 from retrofit.export import export_model
-from retrofit.generation import Sampling, generate_text
+from retrofit.generation import generate_text
 from tests.helpers import awake, feed, fresh_process, logits, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
 FORGETFUL = "{{ messages[-1].content + '\n' }}"
-SHORT = Sampling(max_new_tokens=12)
+SHORT = {"max_new_tokens": 12}
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ def test_a_conversation_is_one_cache(
     kind: str, base: PreTrainedModel, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = awake(base, kind)
-    chat = Chat(model, tokenizer, SHORT)
+    chat = Chat(model, tokenizer, **SHORT)
     replies = [chat.say("hello"), chat.say("and then, after a while?"), chat.say("well")]
     assert [message["role"] for message in chat.messages] == 3 * ["user", "assistant"]
     assert [message["content"] for message in chat.messages[1::2]] == replies
     assert chat.cached.shape[1] == chat.cache.get_seq_length(), "the last token of a reply was never read"
     # the same conversation, each turn read from its beginning
     for turn, reply in enumerate(replies):
-        alone = Chat(model, tokenizer, SHORT)
+        alone = Chat(model, tokenizer, **SHORT)
         alone.messages = chat.messages[: 2 * turn]
         assert alone.say(chat.messages[2 * turn]["content"]) == reply
     read = lengths_read(model, monkeypatch)
@@ -84,9 +84,9 @@ def test_a_conversation_is_one_cache(
 def test_a_template_that_rewrites_what_was_said(base: PreTrainedModel, tokenizer: Any) -> None:
     tokenizer.chat_template = FORGETFUL
     model = awake(base, "ahn-gdn")
-    chat = Chat(model, tokenizer, SHORT)
+    chat = Chat(model, tokenizer, **SHORT)
     chat.say("a long beginning that is not said again")
-    assert chat.say("hello") == Chat(model, tokenizer, SHORT).say("hello")
+    assert chat.say("hello") == Chat(model, tokenizer, **SHORT).say("hello")
 
 
 def test_no_template_or_one_that_refuses(base: PreTrainedModel, tokenizer: Any) -> None:
@@ -104,8 +104,8 @@ def test_talking(
 ) -> None:
     model = awake(base, "ahn-gdn")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nand then?\n"))
-    talk(Chat(model, tokenizer, SHORT))
-    chat = Chat(model, tokenizer, SHORT)
+    talk(Chat(model, tokenizer, **SHORT))
+    chat = Chat(model, tokenizer, **SHORT)
     assert capsys.readouterr().out.split() == [chat.say("hello"), chat.say("and then?")]
 
 
@@ -113,7 +113,7 @@ def test_sampling_is_repeatable_for_a_whole_conversation(base: PreTrainedModel, 
     model = awake(base, "ahn-gdn")
 
     def turns(seed: int) -> list[str]:
-        chat = Chat(model, tokenizer, Sampling(12, temperature=2.0), seed)
+        chat = Chat(model, tokenizer, seed, temperature=2.0, **SHORT)
         return [chat.say("hello"), chat.say("hello")]
 
     assert turns(1) == turns(1) != turns(2)
@@ -123,7 +123,7 @@ def test_numbers_out_of_range(base: PreTrainedModel, tokenizer: Any) -> None:
     with pytest.raises(RetrofitError, match="max_new_tokens=0"):
         generate_text(base, tokenizer, "x", max_new_tokens=0)
     with pytest.raises(RetrofitError, match="temperature=-1"):
-        Sampling(temperature=-1)
+        Chat(base, tokenizer, temperature=-1).say("x")
 
 
 def test_transformers_pipeline(base: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_transformers_pipeline(base: PreTrainedModel, tokenizer: Any, tmp_path: 
     assert said == [
         generate_text(model, tokenizer, "a prompt that is longer than the window", max_new_tokens=12),
         generate_text(model, tokenizer, "short", max_new_tokens=12),
-        Chat(model, tokenizer, SHORT).say("hello"),
+        Chat(model, tokenizer, **SHORT).say("hello"),
     ]
 
 

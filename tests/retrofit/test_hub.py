@@ -222,7 +222,7 @@ def test_the_card_is_completed(
     ("metadata", "says"),
     [
         ("license: mine", r'Invalid metadata in README.md. - "license" must be one of a list'),
-        ("license: [", "README.md: the part between its --- lines is not YAML"),
+        ("license: [", "README.md, between its --- lines: not a YAML file"),
         ("- a list", "write only keys and plain values between its --- lines"),
     ],
 )

@@ -17,6 +17,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ahn-gdn", {}),
     ("ahn-dn", {}),
     ("ahn-mamba2", {}),
+    ("shared-gdn", {}),
+    ("shared-mamba2", {}),
     ("joint", {}),
     ("joint", {"branches": "linear"}),
     ("tensor-cache", {}),

@@ -32,6 +32,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "ahn-gdn": {},
     "ahn-dn": {},
     "ahn-mamba2": {},
+    "shared-gdn": {},
+    "shared-mamba2": {},
     "joint": {},
     "tensor-cache": {},
     "infini": {},

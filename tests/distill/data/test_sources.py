@@ -225,7 +225,7 @@ def test_what_is_neither_file_nor_folder_is_one_sentence(tmp_path: Path, chat_to
         with pytest.raises(RetrofitError, match="is a pipe, a device or a link that leads nowhere: write the text to"):
             open_source(str(place))
     if Path("/proc/self/mem").is_file():  # a file that fails at the first byte
-        with pytest.raises(RetrofitError, match=r"/proc/self/mem, row 0 cannot be read: OSError: .*Input/output error"):
+        with pytest.raises(RetrofitError, match="/proc/self/mem cannot be read: Input/output error"):
             load_rows("/proc/self/mem", chat_tokenizer, seq_len=2)
 
 

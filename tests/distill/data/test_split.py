@@ -1,6 +1,7 @@
 """Rows: packed text and conversations, what is held out, what is counted, tokenised once."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_documents_are_packed_in_order_with_an_end_after_each(
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     split = load_rows(source, tokenizer, seq_len=4, holdout=0.34)
     assert isinstance(split.train, PackedRows)
-    assert split.train.rows.tolist() == [[5, 6, 7, 2], [8, 2, 9, 10]]
+    assert split.train.places.tolist() == [[5, 6, 7, 2], [8, 2, 9, 10]]
     assert split.held_out.batch()[0].tolist() == [[11, 12, 13, 2]]
     assert split.tokens == {"all": 13, "train": 8, "held_out": 4}
     assert (split.counts.read, split.counts.empty, split.counts.tokens_left_over) == (5, 1, 1)
@@ -60,8 +61,8 @@ def test_rows_are_consecutive_and_the_last_tokens_are_held_out(
     stream = torch.tensor([int(word[1:]) for word in text.split()] + [2])
     assert split.tokens["all"] == len(stream) == 3001
     assert (len(split.train), len(split.held_out)) == (48, 12)
-    assert torch.equal(split.train.rows.flatten(), stream[:2400].int())
-    assert torch.equal(split.held_out.rows.flatten(), stream[2401:3001].int())
+    assert torch.equal(split.train.places.flatten(), stream[:2400].int())
+    assert torch.equal(split.held_out.places.flatten(), stream[2401:3001].int())
     assert torch.equal(split.held_out[1]["input_ids"], stream[2451:2501])
 
 
@@ -71,7 +72,7 @@ def test_short_documents_are_left_out_and_only_the_first_are_read(
     texts = ["w5 w6 w7", "w8", "w9 w10 w11", "w12 w13 w14"]
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     split = load_rows(source, tokenizer, seq_len=4, holdout=0.5, min_length=2, max_samples=3)
-    assert [part.rows.tolist() for part in (split.train, split.held_out)] == [[[5, 6, 7, 2]], [[9, 10, 11, 2]]]
+    assert [part.places.tolist() for part in (split.train, split.held_out)] == [[[5, 6, 7, 2]], [[9, 10, 11, 2]]]
     assert split.sentence() == "3 documents read (max_samples: 3); 1 of at most 2 tokens, left out"
 
 
@@ -123,7 +124,7 @@ def test_long_ones_are_cut_and_short_ones_left_out_and_both_counted(
     kept = [len(part[index]["input_ids"]) for part in (split.train, split.held_out) for index in range(len(part))]
     assert kept == [*lengths[2:7], lengths[6], lengths[6]]
     counts = {"read": 9, "empty": 0, "short": 2, "truncated": 2, "tokens_cut": 3, "tokens_left_over": 0}
-    assert split.counts.to_dict() == counts
+    assert asdict(split.counts) == counts
     assert f"2 cut to {lengths[6]} tokens, 3 tokens lost" in split.sentence()
 
 

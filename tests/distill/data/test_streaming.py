@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,9 @@ def test_packed_rows_are_those_of_the_whole_text_and_the_first_are_held_out(
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", "text", documents(60))
     whole = load_rows(source, tokenizer, seq_len=20, holdout=0.06)
-    expected = whole.train.rows.tolist()
+    expected = whole.train.places.tolist()
     split = load_rows(source, tokenizer, seq_len=20, streaming=True, eval_rows=3)
-    assert split.held_out.rows.tolist() == expected[:3]
+    assert split.held_out.places.tolist() == expected[:3]
     assert split.held_out_part == "its first 3 rows"
     once = whole.tokens["all"] // 20 - 3  # rows
     rows = ids(split.train, 2 * once)
@@ -74,12 +75,12 @@ def test_conversations_are_those_of_the_cached_form(tmp_path: Path, chat_tokeniz
     for row, other in zip(rows, streamed, strict=True):
         assert torch.equal(row["input_ids"], other["input_ids"])
         assert torch.equal(row["labels"], other["labels"])
-    counts = split.counts.to_dict()
-    assert counts == whole.counts.to_dict() | {"read": counts["read"], "short": counts["short"]}
+    counts = asdict(split.counts)
+    assert counts == asdict(whole.counts) | {"read": counts["read"], "short": counts["short"]}
     assert 0 < counts["short"] <= whole.counts.short  # those up to the last row that was taken
     assert counts["truncated"] > 0
     list(islice(split.train, len(rows) - 2))
-    assert split.counts.to_dict() == counts  # of this reading alone
+    assert asdict(split.counts) == counts  # of this reading alone
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -32,7 +32,7 @@ def test_shipped_configurations_are_found(stage: int) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "is not a JSON file"),
+        ("{", "cannot be read"),
         ("[]", "stage to None, not to 1, 2 or 3"),
         ('{"zero_optimization": 3}', "stage to None, not to 1, 2 or 3"),
         ('{"zero_optimization": {"stage": 4}}', "stage to 4, not to 1, 2 or 3"),

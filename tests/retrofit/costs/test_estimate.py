@@ -167,7 +167,8 @@ def test_operations_of_the_base_are_what_torch_counts(family: str, make_base: Ma
 def test_a_matrix_state_costs_its_products() -> None:
     config = built_in("Qwen2.5-3B")
     evicted = 1000 - W - S
-    state = {"ahn-gdn": 3 * 16, "ahn-mamba2": 2 * 16, "tensor-cache": 2 + 16}  # products of d x d, heads
+    # products of d x d: 16 query heads, 2 key heads
+    state = {"ahn-gdn": 3 * 16, "ahn-mamba2": 2 * 16, "tensor-cache": 2 + 16, "shared-dn": 2 * 2 + 16}
     for kind, products in state.items():
         memory = layer_memories(config, MemoryConfig(kind, W, S))[0]
         assert memory is not None

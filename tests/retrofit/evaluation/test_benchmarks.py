@@ -147,11 +147,11 @@ def test_what_is_not_there_is_said(tmp_path, byte_tokenizer, name, tasks, says):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b'{"input": "q"}\n', "row 0: a row needs the texts"),
-        (b"[1]\n", "line 1 is no JSON object"),
-        (b'{"input"\n', "is not JSON Lines"),
-        (b"\xff\xfe\n", "is not JSON Lines"),
-        (b'{"input": "q", "context": "c", "answers": [1]}\n', "row 0: a row needs the texts"),
+        (b'{"input": "q"}\n', "row 0: 'context' is null, not a string"),
+        (b"[1]\n", "line 1 is a list: every line must be one object"),
+        (b'{"input"\n', "line 1 is not JSON"),
+        (b"\xff\xfe\n", "line 1 is not UTF-8"),
+        (b'{"input": "q", "context": "c", "answers": [1]}\n', "row 0: an answer is a number, not a string"),
     ],
 )
 def test_damaged_rows_are_one_sentence(tmp_path, byte_tokenizer, content, says):

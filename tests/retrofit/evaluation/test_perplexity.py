@@ -109,7 +109,6 @@ def test_texts_come_from_a_folder_in_order(tmp_path, byte_tokenizer):
 
     assert read(length=4) == ["abcd", "efgh", "klmn"]
     assert read(length=4, count=1) == ["abcd"]
-    assert read(length=3, per_text=1) == ["abc", "klm"]
     assert read_sequences(str(tmp_path / "2.txt"), byte_tokenizer, length=7).shape == (1, 7)
     with pytest.raises(RetrofitError, match="no text of 99 tokens"):
         read(length=99)

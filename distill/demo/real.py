@@ -22,13 +22,15 @@ from torch import Tensor
 from transformers import set_seed
 
 import retrofit
-from distill.demo.real_texts import base_and_tokenizer, read_texts
+from distill.demo.real_fit import fit_beside
+from distill.demo.real_texts import base_and_tokenizer, read_texts, write_mix
 from patches.kinds import build_memory, find_kind, new_memory
 from retrofit.calibration import measure_needs
 from retrofit.costs.held import row_bytes
 from retrofit.evaluation.scores import evaluate, gap_closed
 from retrofit.export import export_model
 from retrofit.files import write_json, write_text
+from retrofit.report.page import report
 from retrofit.shares import Needs
 from retrofit.table import print_table
 
@@ -39,6 +41,7 @@ TILT = 0.004  # nats per token in favour of later ones: chosen by --choose, on o
 RECENT, NEED = 1e6, "need"
 TILTS = (0.0, 0.002, 0.004, 0.008)
 BEST = "expected, 5 bits, by need"
+JOINT = "joint, fitted on 140 rows"
 BARE, EQUAL = "window-only", "window of equal bytes"
 LAST = 127  # positions at the end of a row that are also told by themselves
 NOVEL_TOKENS = 40  # of the answer that is shown
@@ -60,7 +63,7 @@ class Sizes:
 
 
 def main(output: Path, base: str | None, dtype: str, sizes: Sizes, choose: bool, runs: Path | None) -> None:
-    """Fetch, calibrate, score; write scores, tables, texts, base/ and model/ (the best form) to ``output``.
+    """Fetch, calibrate, fit, score; write scores, tables, texts, base/, joint/ and model/ (the best) to ``output``.
 
     Args:
         output: the folder to write.
@@ -89,7 +92,16 @@ def main(output: Path, base: str | None, dtype: str, sizes: Sizes, choose: bool,
         models[path.parent.name] = retrofit.load_adapter(model, path).eval()
     file = output / ("real.json" if name == "table" else f"{name}.json")
     settings = {"dtype": dtype, "window": sizes.window, "length": sizes.length, "sinks": SINKS, "every": sizes.every}
-    rows = scored(models, told, settings | ({"base": base} if base else {}), file, say)
+    settings |= {"base": base} if base else {}
+    if name == "table" and settings["window"] == Sizes.window and not (base or sizes.only):
+        write_mix(output, say)
+        with fit_beside(output, say) as fit:
+            scored(models, told, settings, file, say)
+            say("waiting for the fit")
+            models[JOINT] = retrofit.load_adapter(model, fit()).eval()
+        page, _, _ = report(output / "joint")
+        say(f"{page} tells how the fit went")
+    rows = scored(models, told, settings, file, say)
     write_text(output / f"{name}.md", markdown(rows, models))
     write_json(output / f"{name}-means.json", list(table(rows, models)))
     columns = {"name": ("", ""), "mean": ("gap closed", ".3f"), "nll": ("of NLL", ".3f"), "kl_last": ("KL, end", ".4f")}

@@ -1,0 +1,45 @@
+"""The fit of ``make real``: the recipe smollm2-135m-joint in a process of its own, while others are scored."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from patches.errors import RetrofitError
+
+RECIPE = "smollm2-135m-joint"
+
+
+@contextmanager
+def fit_beside(output: Path, say: Callable[[str], None]) -> Iterator[Callable[[], Path]]:
+    """Fit on one thread meanwhile; what is yielded waits for the end and gives the folder of the adapter.
+
+    Reads base/ and mix.jsonl in ``output`` and writes joint/, which a cut run goes on from; leaving the context early
+    ends the process.
+
+    Raises:
+        RetrofitError: on waiting, if the fit failed.
+    """
+    run, log = output / "joint", output / "joint.log"
+    command = [sys.executable, "-m", "cli", "distill", RECIPE, "--base", str(output / "base")]
+    command += ["--data", str(output / "mix.jsonl"), "--output", str(run)]
+    process = None
+    if not (run / "adapter").is_dir():
+        say(f"fitting {RECIPE} meanwhile, a quarter of an hour of one core; its progress is in {log}")
+        with log.open("ab") as file:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
+
+    def wait() -> Path:
+        if process is not None and process.wait():
+            raise RetrofitError(f"the fit failed: read the end of {log}, mend what it names and start again")
+        return run / "adapter"
+
+    try:
+        yield wait
+    finally:
+        if process is not None:
+            process.terminate()
+            process.wait()

@@ -1,0 +1,43 @@
+"""``make real``'s fit in a process of its own: its adapter, its failures, and its end when nobody waits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distill.demo import real_fit
+from patches.errors import RetrofitError
+
+RECIPE = {"memory": "joint", "window": 6, "sinks": 2, "seq_len": 24, "batch_size": 1, "holdout": 0.2, "eval_rows": 1}
+
+
+@pytest.fixture
+def output(checkpoint: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with base/, mix.jsonl and a recipe of two steps."""
+    (tmp_path / "mix.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(json.dumps({**RECIPE, "steps": 2}))
+    monkeypatch.setattr(real_fit, "RECIPE", str(recipe))
+    return tmp_path
+
+
+def test_a_fit_runs_once(output: Path) -> None:
+    said: list[str] = []
+    for _ in range(2):
+        with real_fit.fit_beside(output, said.append) as wait:
+            assert (wait() / "adapter_model.safetensors").is_file()
+    assert len(said) == 1, "the second time there is nothing to fit"
+
+
+def test_a_failed_fit_names_its_log(output: Path) -> None:
+    (output / "mix.jsonl").write_text("no JSON\n")
+    with real_fit.fit_beside(output, print) as wait, pytest.raises(RetrofitError, match=r"joint\.log"):
+        wait()
+    assert "mix.jsonl" in (output / "joint.log").read_text()
+
+
+def test_nobody_waits_for_a_fit_that_was_left(output: Path) -> None:
+    Path(real_fit.RECIPE).write_text(json.dumps({**RECIPE, "steps": 100_000}))
+    with pytest.raises(KeyError), real_fit.fit_beside(output, print):
+        raise KeyError
+    assert not (output / "joint" / "adapter").exists()

@@ -100,7 +100,7 @@ test-faults: $(READY)
 gpu: $(READY)
 	$(BIN)/python -c "import sys, torch; sys.exit(torch.cuda.is_available())" || \
 	  $(BIN)/python -m pip install $(PIP_ARGS) --editable ".[train,fla]" "liger-kernel>=0.8"
-	$(BIN)/python -m distill.bench.gpu --output runs/gpu.json --page docs/gpu.md
+	$(BIN)/python -m tests.kernels.gpu --output runs/gpu.json --page docs/gpu.md
 
 fuzz: $(READY)
 	RETROFIT_FUZZ=10000 $(BIN)/python -m pytest -p no:xdist tests/robustness

@@ -77,19 +77,14 @@ def _sentence(error: Exception) -> str:
     """What the user did wrong and can do about it, in one line; empty if the mistake is ours."""
     said = ""
     if isinstance(error, UsageError):
-        said = (
-            f"{error.format_message().rstrip('.')} (see {error.ctx.command_path if error.ctx else 'retrofit'} --help)"
-        )
+        path = error.ctx.command_path if error.ctx else "retrofit"
+        said = f"{error.format_message().rstrip('.')} (see {path} --help)"
     elif isinstance(error, OSError) and error.strerror is not None:
-        full = error.errno in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EFBIG,
-        )  # the file it names may be one that is only read
+        # the file that the error of a full disk names may be one that is only read
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         named = f"{error.filename}: " if error.filename and not full else ""
-        said = (
-            named + error.strerror + (": what was being written was not kept, make room and try again" if full else "")
-        )
+        advice = ": what was being written was not kept, make room and try again" if full else ""
+        said = named + error.strerror + advice
     elif isinstance(error, ImportError):
         said = _missing()
     elif isinstance(error, ValueError):

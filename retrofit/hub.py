@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HFValidationError, HTTPError
 
 from patches.errors import RetrofitError
@@ -16,7 +16,6 @@ from patches.errors import RetrofitError
 from .adapter import CONFIG, WEIGHTS, read_adapter_config, save_adapter
 from .card import adapter_card, card_metadata, complete_card, is_hub_id, model_card
 from .families import PREFIX
-from .files import write_text
 from .hub_errors import TOKEN, first_line, reason, redact, transient
 
 CARD = "README.md"
@@ -59,32 +58,29 @@ def push_folder(
     kind, memory, names = _contents(folder)
     _refuse_tokens(folder, names, token)
     api = HfApi(token=token)
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in names - {CARD}:
-            Path(scratch, name).symlink_to((folder / name).resolve())
-        file = folder / CARD
-        make = adapter_card if kind == "adapter" else model_card
-        card = file.read_text(encoding="utf-8") if file.is_file() else make(memory)
-        base, at = memory.get("base"), memory.get("base_revision")
-        if not (base and is_hub_id(base)):
-            where = f"names the base by a folder, {base}" if base else "does not name the base"
-            print(f"note: the card {where}: write the Hub id of the base into {CARD}", file=sys.stderr)
-        write_text(Path(scratch, CARD), complete_card(card, repo_id, _licence(api, base, at, token)))
+    file = folder / CARD
+    make = adapter_card if kind == "adapter" else model_card
+    card = file.read_text(encoding="utf-8") if file.is_file() else make(memory)
+    base, at = memory.get("base"), memory.get("base_revision")
+    if not (base and is_hub_id(base)):
+        where = f"names the base by a folder, {base}" if base else "does not name the base"
+        print(f"note: the card {where}: write the Hub id of the base into {CARD}", file=sys.stderr)
+    contents: dict[str, Path | bytes] = {name: folder / name for name in sorted(names - {CARD})}
+    contents[CARD] = complete_card(card, repo_id, _licence(api, base, at, token)).encode()
 
-        def upload() -> str:
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            if private and not api.model_info(repo_id).private:
-                raise RetrofitError(
-                    f"{repo_id} exists and is public: make it private on the Hub, or push without --private"
-                )
-            if revision is not None:
-                api.create_branch(repo_id, branch=revision, exist_ok=True)
-            commit = api.upload_folder(
-                repo_id=repo_id, folder_path=scratch, revision=revision, commit_message=message or f"Upload {kind}"
+    def upload() -> str:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if private and not api.model_info(repo_id).private:
+            raise RetrofitError(
+                f"{repo_id} exists and is public: make it private on the Hub, or push without --private"
             )
-            return str(commit.commit_url)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        files = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        commit = api.create_commit(repo_id, files, commit_message=message or f"Upload {kind}", revision=revision)
+        return str(commit.commit_url)
 
-        return _persist(upload, repo_id, token)
+    return _persist(upload, repo_id, token)
 
 
 def push_adapter(

@@ -125,9 +125,8 @@ def refuse_nan(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in weights:
         if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.itemsize < 2:
             continue
-        least, most = torch.aminmax(
-            numbers(tensor.detach())
-        )  # both NaN if one value is; no copy is made, as isfinite would
+        # both NaN if one value is; no copy is made, as isfinite would
+        least, most = torch.aminmax(numbers(tensor.detach()))
         if not math.isfinite(least) or not math.isfinite(most):
             raise RetrofitError(
                 f"{where}: {name} holds NaN or infinite values: the weights are damaged, fetch them again"

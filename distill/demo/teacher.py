@@ -61,10 +61,8 @@ def new_model(seed: int) -> Qwen2ForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=4 * LENGTH,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e6,
-        },  # as Qwen2's own; 1e4 copies later and recalls less
+        # as Qwen2's own; 1e4 copies later and recalls less
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
         initializer_range=0.08,
         pad_token_id=WORDS.index(PAD),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from patches import kernels
-from tests.kernels.arguments import op_of, recurrence, results
+from tests.kernels.arguments import distance, op_of, recurrence, results
 from tests.kernels.test_table import OPS, readable
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -65,8 +65,3 @@ def compare(op: str, arguments: dict[str, Any], tolerance: float, gradient: bool
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         assert distance(ours[name], expected) < tolerance, name
-
-
-def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest difference, as a share of the largest number."""
-    return float((ours.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-6))

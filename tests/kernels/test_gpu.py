@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from distill.bench import gpu, kernel_checks
 from patches.kernels import OPS
 from patches.kinds import KINDS
 from tests.helpers import ROOT
+from tests.kernels import checks, gpu
 
 PAGE = ROOT / "docs" / "gpu.md"
 
@@ -36,7 +36,7 @@ def test_a_section_that_fails_loses_no_other(tmp_path: Path, monkeypatch: pytest
         raise ValueError("no such kernel")
 
     def wrong(session: gpu.Session) -> None:
-        kernel_checks._judge(session, "models", "joint", gpu.torch.float32, "fla", 0.5)
+        checks._judge(session, "models", "joint", gpu.torch.float32, "fla", 0.5)
 
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     sections = {"ops": (broken, gpu.SECTIONS["ops"][1]), "models": (wrong, gpu.SECTIONS["models"][1])}

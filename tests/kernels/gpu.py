@@ -20,7 +20,6 @@ from transformers import DynamicCache
 import retrofit
 from distill.bench import loss as loss_bench
 from distill.bench import step as step_bench
-from distill.bench.kernel_checks import Session, check_kinds, check_ops
 from patches import kernels
 from patches.kinds import KINDS
 from retrofit.bench.machine import Where
@@ -30,6 +29,7 @@ from retrofit.bench.timing import interleaved, spread
 from retrofit.files import write_json, write_text
 from retrofit.import_guard import installed_version
 from retrofit.table import finite, markdown
+from tests.kernels.checks import Session, check_kinds, check_ops
 
 BEGIN, END = "<!-- written by make gpu: from here", "to here -->"
 PACKAGES = ("torch", "triton", "flash-linear-attention", "transformers", "liger-kernel", "flash-attn-4")

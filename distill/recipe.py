@@ -248,12 +248,8 @@ class Recipe:
                 f"local_steps: {self.local_steps} is more than the {self.steps} steps of the run, which include them: "
                 "set more steps, or fewer local ones"
             )
-        # with window_sampling too: held-out rows are scored at the window that is saved
-        if self.seq_len < self.lossless + 2:
-            raise RetrofitError(
-                f"seq_len: {self.seq_len} tokens never leave a window of {self.lossless - self.sinks} and {self.sinks} "
-                f"sinks, so there is nothing to learn: set {self.lossless + 2} or more, or set a smaller window"
-            )
+        named = [other.get("window") for other in self.by_layer.values() if isinstance(other, dict)]
+        self.check_length(min([self.window, *(window for window in named if type(window) is int)]))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "recipe") -> "Recipe":
@@ -273,11 +269,17 @@ class Recipe:
         except RetrofitError as error:
             raise RetrofitError(f"{where}: {error}") from None
 
-    @property
-    def lossless(self) -> int:
-        """S and the narrowest window that is named, of all layers or of some."""
-        named = [other.get("window") for other in self.by_layer.values() if isinstance(other, dict)]
-        return self.sinks + min([self.window, *(window for window in named if type(window) is int)])
+    def check_length(self, window: int) -> None:
+        """Refuse rows that never leave ``window``, the narrowest of a layer with the memory.
+
+        With ``window_sampling`` too: held-out rows are scored at the window that is saved.
+        """
+        least = window + self.sinks + 2
+        if self.seq_len < least:
+            raise RetrofitError(
+                f"seq_len: {self.seq_len} tokens never leave a window of {window} and {self.sinks} sinks, so there is "
+                f"nothing to learn: set {least} or more, or set a smaller window"
+            )
 
     def places(self) -> tuple[str, str, Path]:
         """``base``, ``data`` and ``output``, once all three are known.

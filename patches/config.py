@@ -133,6 +133,10 @@ class MemoryConfig:
 
         return [of_layer(index) if index in bounded else None for index in layers]
 
+    def windows(self, config: Any) -> list[int]:
+        """W of each layer that has one; arguments and errors as above."""
+        return [one.window for one in self.of_layers(config) if one is not None]
+
     def window_only(self, window: int | None = None) -> "MemoryConfig":
         """The same layers, sinks and windows without a memory; with ``window``, that one in all layers."""
         bare = replace(self, kind="none", options={})
@@ -214,7 +218,7 @@ def check_base(config: Any, memory: MemoryConfig) -> None:
             f"this base uses {rope_type!r} rotary scaling, which re-scales cached keys as the input grows: "
             "a bounded memory cannot follow it; use a base with default, linear, yarn or llama3 scaling"
         )
-    widest = max((one.window for one in memory.of_layers(config) if one is not None), default=memory.window)
+    widest = max(memory.windows(config), default=memory.window)
     native = native_window(config)
     if native is not None and widest + memory.sinks > native:
         raise RetrofitError(

@@ -114,7 +114,7 @@ def test_a_chat_prompt_begins_once(adds: bool, byte_tokenizer: PreTrainedTokeniz
     for sample in (sample for task in [published, *tasks] for sample in task.samples):
         ids = read_prompt(tokenizer, sample)[0].tolist()
         assert ids[0] == tokenizer.bos_token_id
-        assert ids.count(tokenizer.bos_token_id) == 1, sample.task
+        assert ids.count(tokenizer.bos_token_id) == 1, sample.prompt
 
 
 def test_a_template_that_refuses(byte_tokenizer: PreTrainedTokenizerFast) -> None:

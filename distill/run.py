@@ -126,7 +126,9 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     if checkpoint is None and recipe.init_adapter is None:
         calibrate_on(model, split.train)
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
-        raise RetrofitError(f"the base of the run in {output} is not the one that it was started with: {other}")
+        raise RetrofitError(
+            f"the base of the run in {output} is not the one that it was started with ({other}): give that base"
+        )
     torch.set_float32_matmul_precision("high" if recipe.tf32 else "highest")  # of the backward pass, too
     for memory in model.model.memories().values():
         memory.tf32 = recipe.tf32

@@ -17,7 +17,7 @@ APART = (
     ("torch_compile", "deepspeed", "whose engine runs the model in its own way"),
     ("torch_compile", "fsdp", "which gathers weights while a step runs"),
     ("fsdp", "deepspeed", "which divides the weights as well"),
-    ("fsdp", "segment", "of which rows may have different numbers, while all processes gather weights in step"),
+    ("fsdp", "segment", "because all processes gather weights in step, and rows differ in their segments"),
     ("fsdp", "activation_offload", "which moves the weights as well"),
     ("fsdp", "local_steps", "which need the weights of a layer whole"),
     ("fsdp", "lora", "whose weights it would save empty"),

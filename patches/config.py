@@ -9,7 +9,7 @@ from .options import whole_number
 
 # rotary tables that change with the length of the input: a key cached under one table would be read under another
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
-BY_LAYER = 'write it as {"0": {"window": 64}, "4-7": {"window": 256}}: which layers, and what they have otherwise'
+BY_LAYER = 'write it as {"0": {"window": 64}, "4-7": {"window": 256}}: layers, and the settings that they have'
 
 
 @dataclass
@@ -170,7 +170,7 @@ def _indices(layers: Any) -> list[int]:
     if not isinstance(layers, list | tuple | range | set) or not all(type(index) is int for index in layers):
         raise RetrofitError(f"layers={layers!r}: give a list of layer indices, such as [0, 2]")
     if not layers:
-        raise RetrofitError("layers=[] leaves no layer to the memory: leave it out for all of them, or name some")
+        raise RetrofitError("layers=[] gives the memory to no layer: name some layers, or leave it out for all of them")
     return sorted(set(layers))
 
 

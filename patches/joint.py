@@ -56,7 +56,7 @@ class JointOptions(Options):
         if self.features is not None:
             whole_number("features", self.features)
             if self.features > MOST_FEATURES:
-                raise RetrofitError(f"features={self.features}: kernels take at most {MOST_FEATURES}")
+                raise RetrofitError(f"features={self.features}: give at most {MOST_FEATURES}, kernels take no more")
 
 
 class Branch(nn.Module):

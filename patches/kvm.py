@@ -67,7 +67,7 @@ class KVMOptions(Options):
         for name in ("factor", "exponent"):
             above_zero(name, getattr(self, name))
         if self.exponent > 1:
-            raise RetrofitError(f"exponent={self.exponent}: more rows than tokens mean nothing, choose 1 or less")
+            raise RetrofitError(f"exponent={self.exponent}: rows cannot be more than tokens: choose 1 or less")
         true_or_false("gate_appends", self.gate_appends)
 
 

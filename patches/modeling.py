@@ -166,7 +166,7 @@ class MemoryModel(MemoryPreTrained):
         capacity = min(memory.capacity for memory in memories.values())
         if plain is None and mask is not None and seen + new > capacity:
             raise RetrofitError(
-                "a memory needs the plain 2D attention mask (batch, tokens), not one that says who sees whom"
+                "a memory cannot use a mask that says who sees whom: pass the plain 2D attention mask (batch, tokens)"
             )
         starts = find_starts(before, seen, new, plain, position_ids)
         limit = capacity + min(starts.pads)

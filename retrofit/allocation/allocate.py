@@ -96,7 +96,7 @@ def allocate(
     options = options or {}
     sizer = Sizer(base.config, kind, sinks, options, base.dtype)
     if sizer.option in options:
-        raise RetrofitError(f"{sizer.option}: that is what is allocated: leave it out")
+        raise RetrofitError(f"{sizer.option}: allocate chooses this number itself: leave it out")
     if "shares" in options:
         raise RetrofitError(
             "shares: sizes are measured with even shares: leave it out, and set it in the recipe afterwards"

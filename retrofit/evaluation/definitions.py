@@ -164,7 +164,7 @@ def _zipped(path: Path, file: str) -> Iterator[dict[str, Any]]:
         with zipfile.ZipFile(path) as archive:
             member = next((name for name in archive.namelist() if Path(name).name == file), None)
             if member is None:
-                raise RetrofitError(f"{path} holds no {file}")
+                raise RetrofitError(f"{path} holds no {file}: fetch it again")
             with archive.open(member) as lines:
                 yield from (row for _, row in json_lines(lines, f"{path}, {member}"))
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:  # the last: a password is asked

@@ -128,7 +128,7 @@ def test_a_memory_that_cannot_follow_drawn_windows_is_refused_before_training(
 ) -> None:
     halves = retrofit.patch(make_base("Qwen2"), memory="kvm", window=128, sinks=2, chunk=64, rows=64)
     make_trainer(halves, rows, tmp_path)
-    says = "window_sampling='ahn' trains at other windows too, and there window=32 is not a multiple of chunk=64"
+    says = "window_sampling='ahn' trains at other windows too; one is refused: window=32 is not a multiple of chunk=64"
     with pytest.raises(RetrofitError, match=says):
         make_trainer(halves, rows, tmp_path, window_sampling="ahn")
     fitting = retrofit.patch(make_base("Qwen2"), memory="kvm", window=128, sinks=2, chunk=32, rows=64)

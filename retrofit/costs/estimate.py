@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from patches.config import MemoryConfig, check_base, keep_their_window, native_window
-from patches.errors import RetrofitError, one_of
+from patches.errors import one_of
 from patches.eviction import Eviction
 from patches.kinds import build_memory, new_memory
 from patches.memory import Memory

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from .errors import RetrofitError, nearest, one_of
+from .options import whole_number
 
 # rotary tables that change with the length of the input: a key cached under one table would be read under another
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
@@ -54,9 +55,9 @@ class MemoryConfig:
             one_of("rotary_dtype", self.rotary_dtype, "float16", "bfloat16")
         if not isinstance(self.by_layer, dict):
             raise RetrofitError(f"by_layer={self.by_layer!r}: {BY_LAYER}")
-        self.by_layer = {str(key): value for key, value in self.by_layer.items()}
         for other in self.named_layers().values():
             check_window(other.get("window", self.window), self.sinks)
+        self.by_layer = {str(key): value for key, value in self.by_layer.items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "MemoryConfig":
@@ -153,7 +154,7 @@ class MemoryConfig:
         """
         found: dict[int, dict[str, Any]] = {}
         for key, other in self.by_layer.items():
-            ends = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", key)
+            ends = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(key))
             named = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
             if not named or not isinstance(other, dict) or not all(isinstance(name, str) for name in other):
                 raise RetrofitError(f"by_layer: {key!r}: {other!r} is not understood: {BY_LAYER}")
@@ -177,14 +178,10 @@ def check_window(window: int, sinks: int) -> None:
     """Refuse a window or a number of sinks that means nothing.
 
     Raises:
-        RetrofitError: ``window`` < 1, ``sinks`` < 0, or one of them is not a whole number.
+        RetrofitError: ``window`` < 1, ``sinks`` < 0, or one of them is too large or not a whole number.
     """
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise RetrofitError(f"window={window!r}: the window must be a whole number of tokens, 1 or more")
-    if max(window, sinks if isinstance(sinks, int) else 0) >= 2**31:
-        raise RetrofitError("window and sinks must be below 2**31 tokens: no text is as long")
-    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
-        raise RetrofitError(f"sinks={sinks!r}: the number of sinks must be a whole number, 0 or more")
+    whole_number("window", window)
+    whole_number("sinks", sinks, least=0)
 
 
 def native_window(config: Any) -> int | None:

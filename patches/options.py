@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from .errors import RetrofitError, nearest
 
+MOST = 2**31  # no text is as long; beyond it torch counts no elements everywhere
+
 
 @dataclass(frozen=True)
 class Options:
@@ -35,9 +37,11 @@ class Options:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> None:
-    """Refuse a ``value`` that is not a whole number, ``least`` or more."""
+    """Refuse a ``value`` that is not a whole number, ``least`` or more and below ``MOST``."""
     if type(value) is not int or value < least:
         raise RetrofitError(f"{name}={value!r}: give a whole number, {least} or more")
+    if value >= MOST:
+        raise RetrofitError(f"{name}={value}: give a whole number below {MOST}")
 
 
 def above_zero(name: str, value: Any) -> None:

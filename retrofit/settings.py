@@ -74,7 +74,12 @@ class Setting:
             one = replace(self, kind=self.item, optional=False)
             return tuple(one.check(part) for part in value)
         if self.kind is dict and isinstance(value, dict):  # YAML reads 0 as a number
-            value = {str(key) if type(key) is int else key: part for key, part in value.items()}
+            named = {str(key) if type(key) is int else key: part for key, part in value.items()}
+            if len(named) < len(value):
+                raise RetrofitError(
+                    f"{self.name}: {value!r} names something twice, as a number and as text: name it once"
+                )
+            value = named
         if self.kind is float and type(value) is int:
             value = float(value) if abs(value) < 2**63 else math.inf
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))

@@ -67,6 +67,16 @@ def test_bytes_go_where_they_are_needed(kind: str, needy: PreTrainedModel) -> No
     assert (found.memory is None) == (kind in ("none", "joint"))
 
 
+def test_windows_are_those_that_the_kind_takes(make_base: Callable[..., PreTrainedModel]) -> None:
+    base = make_base("Mistral", sliding_window=64)
+    kvm = Sizer(base.config, "kvm", S, {"chunk": 16, "rows": 16}, torch.float32)
+    assert [kvm.fitting(kvm.size(48).bytes + more).window for more in (0, 15 * ROW, -1)] == [48, 48, 32]
+    with pytest.raises(RetrofitError, match=r"chunk=16 is more than rows=14.* --option NAME=VALUE"):
+        Sizer(base.config, "kvm", S, {"chunk": 16}, torch.float32).fitting(10**6)
+    h2o = Sizer(base.config, "h2o", S, {}, torch.float32).fitting(10**6, rows=30)
+    assert (h2o.window, h2o.rows) == (64 - S - 30, 30)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_budget_holds(kind: str, make_base: Callable[..., PreTrainedModel]) -> None:
     base = make_base("Qwen3")

@@ -1,5 +1,6 @@
 """Rows by need: what a head would lose is what it loses, the rows go where they are missed, and they are saved."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -171,10 +172,19 @@ def test_rows_that_layers_were_given_are_what_shares_begin_from(monkeypatch: pyt
 
 
 class Found:
-    """A score that is best for the rows that were set."""
+    """A score that is best for certain rows, those that were set."""
 
-    def __init__(self, model: Any):
-        self.mean_kl = float(of_each(model) != [(9, 9), (3, 3)])
+    def __init__(self, model: Any, best: Sequence[tuple[int, ...]] = ((9, 9), (3, 3))):
+        self.mean_kl = float(of_each(model) != list(best))
+
+
+def test_even_shares_are_tried_however_often_a_model_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, even = by_need(tiny_base("Llama")), [(9, 9), (9, 9)]
+    assert of_each(model) != even
+    monkeypatch.setattr("retrofit.calibration.PARTS", PARTS)
+    monkeypatch.setattr("retrofit.calibration.evaluate", lambda models, *_, **__: {"": Found(models[""], even)})
+    calibrate(model, [tokens(1, LENGTH, seed=3)])
+    assert of_each(model) == even
 
 
 @pytest.mark.parametrize("length", [12, 20])

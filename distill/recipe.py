@@ -7,11 +7,11 @@ from typing import Any
 from patches.errors import RetrofitError, nearest
 from retrofit.import_guard import HERE
 from retrofit.plain_yaml import parse_yaml
-from retrofit.settings import LARGEST, setting, settings
+from retrofit.settings import LARGEST, Checked, setting, settings
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Checked):
     """One run. ``base``, ``data`` and ``output`` may be left to the command line.
 
     Raises:
@@ -217,8 +217,7 @@ class Recipe:
     push_to: str | None = setting(None, "Repository of the Hub that gets the adapter with every checkpoint: user/name.")
 
     def __post_init__(self) -> None:
-        for name, key in settings(Recipe).items():
-            object.__setattr__(self, name, key.check(getattr(self, name)))
+        super().__post_init__()
         if taken := set(self.options) & (settings(Recipe).keys() | {"model_kwargs"}):
             raise RetrofitError(f"options: {min(taken)!r} is not an option of a memory: make it a key of the recipe")
         if self.data_format != "text" and self.min_length >= self.seq_len:

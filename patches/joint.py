@@ -150,7 +150,7 @@ class JointMemory(WindowOnly):
         super().__init__(config, window, sinks, options)
         if self.head_dim < 4:
             raise RetrofitError(
-                f"memory 'joint' needs heads of 4 or more, this base has {self.head_dim}: use 'ahn-gdn'"
+                f"memory 'joint' needs a head size of 4 or more, this base has {self.head_dim}: use 'ahn-gdn'"
             )
         self.both = options.branches == "both"
         self.features = options.features or self.usual_features()

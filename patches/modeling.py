@@ -209,8 +209,8 @@ def warn_of_length(config: Any, length: int) -> None:
     longest = longest_input(config)
     if longest is not None and length > longest:
         logger.warning_once(
-            f"the input is longer than the {longest} tokens that the base's positions were made for: what follows may "
-            "get worse, with the memory and without; a base made for longer inputs, or yarn scaling, would not"
+            f"the input is longer than the {longest} tokens that the base's positions were made for: results may get "
+            "worse, with the memory and without; use a base made for longer inputs, or yarn scaling"
         )
 
 

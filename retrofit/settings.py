@@ -134,6 +134,14 @@ class Setting:
         )
 
 
+class Checked:
+    """A dataclass of settings, each of which is checked when one is made."""
+
+    def __post_init__(self) -> None:
+        for name, key in settings(type(self)).items():
+            object.__setattr__(self, name, key.check(getattr(self, name)))
+
+
 def setting(default: Any | Callable[[], Any], help: str, **limits: Any) -> Any:
     """A dataclass field that is a :class:`Setting`; ``limits`` are its other attributes."""
     made: dict[str, Any] = {"default_factory" if callable(default) else "default": default}

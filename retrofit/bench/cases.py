@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from patches.errors import RetrofitError
-from retrofit.settings import setting, settings
+from retrofit.settings import Checked, setting
 
 PAPER_DECAY = 0.995  # of arXiv 2605.22884, Table 3
 KINDS = "Kind of memory, or all; repeat for more."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class Where(Checked):
     """Where a benchmark runs and in what precision.
 
     Raises:
@@ -21,8 +21,7 @@ class Where:
     dtype: str = setting("float32", "Precision to measure in.", choices=("float32", "bfloat16", "float16"))
 
     def __post_init__(self) -> None:
-        for name, key in settings(type(self)).items():
-            object.__setattr__(self, name, key.check(getattr(self, name)))
+        super().__post_init__()
         kind, _, index = self.device.partition(":")
         if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
             raise RetrofitError(f"device={self.device!r}: use cpu, cuda or cuda:N")
@@ -141,14 +140,10 @@ class Run(Models):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capacity:
+class Capacity(Checked):
     """Count the pairs that an outer-product memory holds.
 
     It counts how many pairs a D x D matrix takes before the first one is lost, beside the Tensor Cache paper's table.
     """
 
     decay: float = setting(PAPER_DECAY, "Decay of the memory in the table's decayed rows.", above=0, below=1)
-
-    def __post_init__(self) -> None:
-        for name, key in settings(Capacity).items():
-            object.__setattr__(self, name, key.check(getattr(self, name)))

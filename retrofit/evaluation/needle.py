@@ -78,7 +78,7 @@ def needle_tasks(
     for name in names:
         one_of("probe", name, *NAMES)
     if any(not 0 <= depth <= 1 for depth in depths):
-        raise RetrofitError(f"depths {list(depths)}: each lies between 0 (the beginning) and 1 (the end)")
+        raise RetrofitError(f"depths {list(depths)}: give numbers from 0 (the beginning) to 1 (the end)")
     tasks = []
     for name in names:
         made = []

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from patches.errors import RetrofitError, one_of
-from retrofit.settings import setting, settings
+from retrofit.settings import Checked, setting
 
 RULER = "ruler"  # all of its tasks
 DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Checked):
     """What is evaluated and how; two runs with the same settings give the same results.
 
     Raises:
@@ -79,14 +79,10 @@ class Settings:
         from retrofit.evaluation import needle, questions, ruler  # these wait for torch
         from retrofit.evaluation.benchmarks import find_benchmark
 
-        for name, key in KEYS.items():
-            object.__setattr__(self, name, key.check(getattr(self, name)))
+        super().__post_init__()
         for probe in self.probes:
             one_of("probe", probe, "identity", "recall", *needle.NAMES, *ruler.NAMES, RULER, *questions.NAMES)
         if self.sizes and self.data is None:
             raise RetrofitError("perplexity by size of state needs a text: give --data")
         for name in self.benchmarks:
             find_benchmark(name)
-
-
-KEYS = settings(Settings)

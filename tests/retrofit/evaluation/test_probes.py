@@ -129,7 +129,7 @@ def test_a_template_that_refuses(byte_tokenizer: PreTrainedTokenizerFast) -> Non
 def test_what_cannot_be_asked(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(RetrofitError, match=r"probe: 'niah_single_4' is not one of .*did you mean 'niah_single_"):
         made("niah_single_4", byte_tokenizer)
-    with pytest.raises(RetrofitError, match="each lies between 0"):
+    with pytest.raises(RetrofitError, match="give numbers from 0"):
         made("passkey", byte_tokenizer, depths=(1.5,))
     with pytest.raises(RetrofitError, match="niah_single_1 does not fit into 300 tokens: ask for"):
         made("niah_single_1", byte_tokenizer, 300)

@@ -71,8 +71,9 @@ def test_windows_are_those_that_the_kind_takes(make_base: Callable[..., PreTrain
     base = make_base("Mistral", sliding_window=64)
     kvm = Sizer(base.config, "kvm", S, {"chunk": 16, "rows": 16}, torch.float32)
     assert [kvm.fitting(kvm.size(48).bytes + more).window for more in (0, 15 * ROW, -1)] == [48, 48, 32]
+    texts = tokens(2, LENGTH)
     with pytest.raises(RetrofitError, match=r"chunk=16 is more than rows=14.* --option NAME=VALUE"):
-        texts = tokens(2, LENGTH)  # refused before anything is measured
+        # before anything is measured
         allocate(base, "kvm", BUDGET, texts, texts, sinks=S, options={"chunk": 16}, say=pytest.fail)
     h2o = Sizer(base.config, "h2o", S, {}, torch.float32).fitting(10**6, rows=30)
     assert (h2o.window, h2o.rows) == (64 - S - 30, 30)

@@ -51,22 +51,23 @@ def distill(
     ],
     option: Options = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another way to set any recipe key.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe; repeat the flag for more."),
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Machines; run the same command on each of them.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
+    nnodes: Annotated[int, typer.Option(min=1, help="Number of machines; run the same command on each of them.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Which of the machines this is, counted from 0.")] = 0,
     master_addr: Annotated[str | None, typer.Option(help="Address of machine 0.")] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(min=0, help="How often all processes are started again, from the last checkpoint, if one fails."),
+        typer.Option(min=0, help="How often to start all processes again from the last checkpoint if one fails."),
     ] = 0,
     master_port: Annotated[int, typer.Option(min=1, help="A free port of machine 0.")] = 29500,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what the run will take, without any weights.")
+        bool, typer.Option("--dry-run", help="Say what the run will take, and load no weights.")
     ] = False,
     utilisation: Annotated[
-        float, typer.Option(min=1e-3, max=1, help="For --dry-run: share of the peak that a GPU reaches.")
+        float, typer.Option(min=1e-3, max=1, help="For --dry-run: share of its peak that a GPU reaches.")
     ] = 0.45,
     peak_tflops: Annotated[
         float, typer.Option(min=1e-3, help="For --dry-run: peak of a GPU; the default is that of an H100 or H200.")
@@ -76,7 +77,7 @@ def distill(
     json_file: Json = None,
     **given: Any,
 ) -> None:
-    """Fit a memory to BASE, or as RECIPE says.
+    """Fit a memory to BASE, or run RECIPE.
 
     The model with its memory learns to predict what it predicts with full attention. The run writes DIR/adapter,
     DIR/model and DIR/metrics.json. Every key of a recipe has a flag, which overrides the recipe.
@@ -147,7 +148,7 @@ def check(
 ) -> None:
     """Check recipes.
 
-    Without an argument, those that come with the package are checked.
+    Without an argument, it checks those that come with the package.
     """
     from distill.preflight import check_recipe
 

@@ -15,7 +15,7 @@ two moments (16 bytes each, DeepSpeed divides them as its stages say). LoRA's op
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ import yaml
 
 from distill.lora import add_lora
 from distill.objective import Objective
-from distill.preflight import check_recipe
+from distill.preflight import check_recipe, lossless, memory_of
 from distill.recipe import Recipe
 from distill.simulate import step_bytes
 from distill.windows import check_draws, draw_window
 from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
-from patches.kinds import new_memory
 from retrofit.costs.bases import base_config
 from retrofit.costs.estimate import DTYPES, layer_memories
 from retrofit.costs.flops import Shape, attention_flops, distinct
@@ -94,8 +93,9 @@ def plan(recipe: Recipe) -> Plan:
     config, origin = base_config(recipe.base)
     own = getattr(config, "dtype", None)
     dtype = DTYPES.get(recipe.dtype) or (own if isinstance(own, torch.dtype) else torch.float32)
-    settings = _settings(recipe, recipe.window, recipe.sinks)
+    settings = memory_of(recipe)
     check_base(config, settings)
+    lossless(recipe, config)
     model = skeleton(config, settings)
     Objective.of(recipe).check(model)
     if recipe.window_sampling == "ahn":
@@ -166,7 +166,7 @@ def table(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) ->
 
 
 def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) -> list[str]:
-    """The figures that hang on nothing but the recipe, in words, and how far they can be trusted."""
+    """The figures that depend on nothing but the recipe, in words, and how far they can be trusted."""
     totals = Counter({W + S: 0 for W, S in plan.windows})
     for (W, S), count in plan.windows.items():
         totals[W + S] += count
@@ -216,9 +216,7 @@ def dry_run(recipe: Recipe, *, peak_tflops: float, utilisation: float, json_file
 
 
 def _settings(recipe: Recipe, window: int, sinks: int) -> MemoryConfig:
-    return new_memory(
-        recipe.memory, window, sinks, recipe.layers, recipe.others, recipe.options, by_layer=recipe.by_layer
-    )
+    return replace(memory_of(recipe), window=window, sinks=sinks)
 
 
 def _windows(recipe: Recipe) -> list[tuple[int, int]]:
@@ -231,10 +229,11 @@ def _windows(recipe: Recipe) -> list[tuple[int, int]]:
 def _sequence(config: Any, recipe: Recipe, window: tuple[int, int]) -> tuple[float, float, float, int]:
     """Operations of one row, without and with checkpointing and in a local step, and its scored positions."""
     shape, T = Shape.of(config), recipe.seq_len
-    layers = distinct(layer_memories(config, _settings(recipe, *window)))
+    settings = _settings(recipe, *window)
+    layers = distinct(layer_memories(config, settings))
     attention = sum(count * attention_flops(shape, memory, T) for memory, count in layers)
     scan = sum(count * memory.flops(T) for memory, count in layers if memory is not None)
-    body, scored = 2 * shape.body * T, max(0, T - sum(window))
+    body, scored = 2 * shape.body * T, max(0, T - min(settings.windows(config)) - settings.sinks)
     with_teacher = recipe.loss != "ce"
     full = sum(count * attention_flops(shape, memory, T) for memory, count in distinct(layer_memories(config, None)))
     teacher = body + full if with_teacher else 0

@@ -94,4 +94,6 @@ def _check_same_memory(recipe: Recipe, saved: MemoryConfig, folder: Path) -> Non
         pairs["options"] = (kind.read_options(recipe.options), kind.saved_options(saved.options))
     for key, (ours, theirs) in pairs.items():
         if ours != theirs:
-            raise RetrofitError(f"init_adapter: {folder} holds {key} {theirs!r}, the recipe asks for {ours!r}")
+            raise RetrofitError(
+                f"init_adapter: {folder} holds {key} {theirs!r}, the recipe asks for {ours!r}: make them alike"
+            )

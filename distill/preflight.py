@@ -11,6 +11,7 @@ from distill.lora import check_settings
 from distill.parallel.zero import read_config
 from distill.recipe import Recipe
 from distill.unsupported import refuse_together
+from patches.config import MemoryConfig
 from patches.errors import RetrofitError, nearest
 from patches.kinds import KINDS, find_kind, new_memory
 from retrofit.evaluation.definitions import HUB_ID
@@ -25,7 +26,7 @@ def check_recipe(recipe: Recipe) -> None:
             the memory has nothing to fit, or settings do not go together.
     """
     find_trainable(recipe.memory)
-    new_memory(recipe.memory, recipe.window, recipe.sinks, options=recipe.options, by_layer=recipe.by_layer)
+    memory_of(recipe)
     _check_reporters(recipe.report_to)
     if recipe.lora:
         check_settings(recipe.lora)
@@ -34,6 +35,33 @@ def check_recipe(recipe: Recipe) -> None:
         raise RetrofitError(f"push_to: {recipe.push_to!r} names no repository of the Hub: write user/name")
     read_config(recipe.deepspeed)
     refuse_together(recipe)
+
+
+def memory_of(recipe: Recipe) -> MemoryConfig:
+    """The recipe's memory; raises as :func:`patches.kinds.new_memory`."""
+    return new_memory(
+        recipe.memory,
+        recipe.window,
+        recipe.sinks,
+        recipe.layers,
+        recipe.others,
+        recipe.options,
+        by_layer=recipe.by_layer,
+    )
+
+
+def lossless(recipe: Recipe, config: Any) -> int:
+    """S + W of the layer that forgets first.
+
+    Args:
+        config: the base's transformers configuration.
+
+    Raises:
+        RetrofitError: rows never leave the window of a layer with the memory, or layers that this base has not.
+    """
+    memory = memory_of(recipe)
+    recipe.check_length(min(one.window for one in memory.of_layers(config) if one and one.kind == memory.kind))
+    return recipe.sinks + min(memory.windows(config))
 
 
 def _check_schedule(recipe: Recipe) -> None:

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from patches.errors import RetrofitError, nearest
+from patches.options import LARGEST
 from retrofit.import_guard import HERE
 from retrofit.plain_yaml import parse_yaml
-from retrofit.settings import LARGEST, setting, settings
+from retrofit.settings import Checked, setting, settings
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Checked):
     """One run. ``base``, ``data`` and ``output`` may be left to the command line.
 
     Raises:
@@ -47,9 +48,9 @@ class Recipe:
     others: str = setting("full", "Attention of the layers without a memory.", choices=("full", "window"))
     options: dict[str, Any] = setting(dict, "Options of the memory.")
     by_layer: dict[str, Any] = setting(
-        dict, "What single layers have otherwise, as `retrofit allocate` finds it: {0: {window: 64}, 4-7: {rows: 9}}."
+        dict, "Settings of single layers, as `retrofit allocate` writes them: {0: {window: 64}, 4-7: {rows: 9}}."
     )
-    lora: dict[str, Any] = setting(dict, "Fields of peft.LoraConfig: train LoRA beside the memory.")
+    lora: dict[str, Any] = setting(dict, "Train LoRA beside the memory, with these fields of peft.LoraConfig.")
 
     # the data (docs/data.md)
     data_name: str | None = setting(None, "Configuration of a dataset that has several.")
@@ -62,17 +63,17 @@ class Recipe:
     )
     seq_len: int = setting(512, "Tokens of a packed row, and the most that are kept of a conversation.", least=2)
     min_length: int = setting(0, "Leave out documents and conversations of at most this many tokens.", least=0)
-    max_samples: int | None = setting(None, "Read only this many documents or conversations, the first ones.", least=1)
+    max_samples: int | None = setting(None, "Read only the first so many documents or conversations.", least=1)
     mix: dict[str, Any] = setting(
-        dict, "Further sources, each with how often its rows are read in a pass: {code.jsonl: 2, speeches.txt: 0.5}."
+        dict, "Further sources, and how often a pass reads the rows of each: {code.jsonl: 2, speeches.txt: 0.5}."
     )
-    eval_data: str | None = setting(None, "A source that is scored instead of a part of the data.")
+    eval_data: str | None = setting(None, "A source to score; nothing is then held out of the data.")
     packing: bool = setting(
         True,
         "Join documents and cut them into rows; false gives each document rows of its own, so that no memory goes from "
         "one to the next.",
     )
-    streaming: bool = setting(False, "Read the data while training, for data that fits neither memory nor disk.")
+    streaming: bool = setting(False, "Read the data while training, for data that fits neither in memory nor on disk.")
     holdout: float = setting(
         0.1, "Share of the data, from its end, that is held out of training and scored.", least=1e-9, below=1
     )
@@ -90,13 +91,13 @@ class Recipe:
     lr: float = setting(1e-2, "Peak learning rate of the memory.", above=0, most=1, argument="learning_rate")
     local_steps: int = setting(
         0,
-        "How many of the steps, the first ones, fit each layer by itself to the base's own attention there.",
+        "So many steps, the first ones, fit each layer by itself to what the base's own attention gives there.",
         least=0,
         argument="local_steps",
     )
     local_lr: float | None = setting(
         None,
-        "Peak learning rate of the local steps; that of the others by default.",
+        "Peak learning rate of the local steps; lr by default.",
         above=0,
         most=1,
         argument="local_lr",
@@ -121,7 +122,7 @@ class Recipe:
         argument="lr_scheduler_type",
     )
     scheduler_options: dict[str, Any] = setting(
-        dict, "Its options, by transformers' names: {min_lr: 0.001}.", argument="lr_scheduler_kwargs"
+        dict, "Options of the schedule, by transformers' names: {min_lr: 0.001}.", argument="lr_scheduler_kwargs"
     )
     optimizer: str = setting(
         "adamw_torch_fused",
@@ -132,7 +133,11 @@ class Recipe:
     weight_decay: float = setting(0.0, "AdamW's weight decay.", least=0, most=1, argument="weight_decay")
     adam_beta2: float = setting(0.98, "AdamW's second beta.", least=0, below=1, argument="adam_beta2")
     max_grad_norm: float = setting(
-        1.0, "Norm to which larger gradients are cut.", above=0, most=1_000_000_000, argument="max_grad_norm"
+        1.0,
+        "Largest norm of a gradient; larger ones are scaled down to it.",
+        above=0,
+        most=1_000_000_000,
+        argument="max_grad_norm",
     )
     loss: str = setting(
         "kl",
@@ -158,7 +163,7 @@ class Recipe:
     )
     workers: int = setting(
         0,
-        "Processes that read rows ahead of each training process.",
+        "Processes that read rows ahead for each training process.",
         least=0,
         most=64,
         argument="dataloader_num_workers",
@@ -174,8 +179,8 @@ class Recipe:
     )
     segment: int | None = setting(
         None,
-        "Tokens of a row that are computed at a time, so that activations do not grow with seq_len; the gradient stays "
-        "that of the whole row.",
+        "Compute so many tokens of a row at a time, so that activations do not grow with seq_len; the gradient is that "
+        "of the whole row.",
         least=2,
         argument="segment",
     )
@@ -186,35 +191,34 @@ class Recipe:
         argument="segments_back",
     )
     offload_teacher: bool = setting(
-        False, "With segment: keep the teacher's cache in main memory.", argument="offload_teacher"
+        False, "With segment, keep the teacher's cache in main memory.", argument="offload_teacher"
     )
     deepspeed: str | None = setting(
         None, "DeepSpeed's ZeRO instead of plain data parallelism: zero2, zero3 or a DeepSpeed JSON file."
     )
     fsdp: bool = setting(
-        False, "Divide the base's weights among the processes, by torch's FSDP2: for a base too large for one GPU."
+        False, "Divide the base's weights among the processes with torch's FSDP2, for a base too large for one GPU."
     )
     tf32: bool = setting(
-        False, "Take products of float32 numbers in TF32 on a GPU: faster, with 10 bits behind the point."
+        False, "Multiply float32 numbers in TF32 on a GPU, which is faster and keeps 10 bits of the fraction."
     )
     seed: int = setting(
-        0, "Seed of the memory's start and of the rows' order.", least=0, most=2**32 - 1, argument="seed"
+        0, "Seed of the memory's initial values and of the order of the rows.", least=0, most=2**32 - 1, argument="seed"
     )
 
     # how often
     eval_steps: int = setting(100, "Steps between two evaluations.", least=1, argument="eval_steps")
     save_steps: int = setting(100, "Steps between two checkpoints.", least=1, argument="save_steps")
-    save_total_limit: int = setting(2, "Checkpoints to keep, the last ones.", least=1, argument="save_total_limit")
+    save_total_limit: int = setting(2, "Keep the last so many checkpoints.", least=1, argument="save_total_limit")
     patience: int | None = setting(
         None,
-        "Stop after so many evaluations without a smaller held-out KL, and take the best checkpoint.",
+        "Stop after so many evaluations without a new smallest held-out KL, and take the best checkpoint.",
         least=1,
     )
     push_to: str | None = setting(None, "Repository of the Hub that gets the adapter with every checkpoint: user/name.")
 
     def __post_init__(self) -> None:
-        for name, key in settings(Recipe).items():
-            object.__setattr__(self, name, key.check(getattr(self, name)))
+        super().__post_init__()
         if taken := set(self.options) & (settings(Recipe).keys() | {"model_kwargs"}):
             raise RetrofitError(f"options: {min(taken)!r} is not an option of a memory: make it a key of the recipe")
         if self.data_format != "text" and self.min_length >= self.seq_len:
@@ -241,15 +245,11 @@ class Recipe:
             raise RetrofitError("segments_back and offload_teacher go with segment: set segment, or leave them out")
         if self.local_steps > self.steps and self.epochs is None:
             raise RetrofitError(
-                f"local_steps: {self.local_steps} is more than all steps, {self.steps}, of which they are the first: "
+                f"local_steps: {self.local_steps} is more than the {self.steps} steps of the run, which include them: "
                 "set more steps, or fewer local ones"
             )
-        # with window_sampling too: held-out rows are scored at the window that is saved
-        if self.seq_len < self.lossless + 2:
-            raise RetrofitError(
-                f"seq_len: {self.seq_len} tokens never leave a window of {self.lossless - self.sinks} and {self.sinks} "
-                f"sinks, so there is nothing to learn: set {self.lossless + 2} or more, or set a smaller window"
-            )
+        named = [other.get("window") for other in self.by_layer.values() if isinstance(other, dict)]
+        self.check_length(min([self.window, *(window for window in named if type(window) is int)]))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "recipe") -> "Recipe":
@@ -269,11 +269,17 @@ class Recipe:
         except RetrofitError as error:
             raise RetrofitError(f"{where}: {error}") from None
 
-    @property
-    def lossless(self) -> int:
-        """S and the narrowest window that is named, of all layers or of some."""
-        named = [other.get("window") for other in self.by_layer.values() if isinstance(other, dict)]
-        return self.sinks + min([self.window, *(window for window in named if type(window) is int)])
+    def check_length(self, window: int) -> None:
+        """Refuse rows that never leave ``window``, the narrowest of a layer with the memory.
+
+        With ``window_sampling`` too: held-out rows are scored at the window that is saved.
+        """
+        least = window + self.sinks + 2
+        if self.seq_len < least:
+            raise RetrofitError(
+                f"seq_len: {self.seq_len} tokens never leave a window of {window} and {self.sinks} sinks, so there is "
+                f"nothing to learn: set {least} or more, or set a smaller window"
+            )
 
     def places(self) -> tuple[str, str, Path]:
         """``base``, ``data`` and ``output``, once all three are known.

@@ -29,7 +29,7 @@ from distill.model import build_model, calibrate_on
 from distill.parallel import EXIT_STATUS, pulse
 from distill.parallel.processes import Processes, join, launch_of, trainer_settings
 from distill.parallel.zero import agreeing, find_config, whole
-from distill.preflight import check_recipe, reporters
+from distill.preflight import check_recipe, lossless, reporters
 from distill.progress import progress_bar
 from distill.recipe import Recipe
 from distill.results import COLUMNS, card_details, compare, layer_errors, title
@@ -95,6 +95,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         config = load_config(base)  # no such base, or no family of ours: said before anything is tokenised
         tokenizer = load_tokenizer(base)
         check_vocabulary(tokenizer, config)
+        beyond = lossless(recipe, config)
         console.print(f"reading {data}", highlight=False)
         split = load_rows(
             data,
@@ -115,7 +116,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         )
     if recipe.epochs is not None and isinstance(split.train, Sized):
         recipe = replace(recipe, steps=steps_of(recipe, len(split.train), processes.count))
-    split.check_scored(recipe.lossless, recipe.eval_rows)
+    split.check_scored(beyond, recipe.eval_rows)
     if not recipe.streaming:
         console.print(split.sentence(), highlight=False, soft_wrap=True)
     found = describe_data(split.train, split.held_out.head(recipe.eval_rows), processes.count)
@@ -125,7 +126,9 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     if checkpoint is None and recipe.init_adapter is None:
         calibrate_on(model, split.train)
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
-        raise RetrofitError(f"the base of the run in {output} is not the one that it was started with: {other}")
+        raise RetrofitError(
+            f"the base of the run in {output} is not the one that it was started with ({other}): give that base"
+        )
     torch.set_float32_matmul_precision("high" if recipe.tf32 else "highest")  # of the backward pass, too
     for memory in model.model.memories().values():
         memory.tf32 = recipe.tf32

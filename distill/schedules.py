@@ -21,7 +21,7 @@ def in_stages(args: DistillArguments, optimizer: Any, steps: int) -> LambdaLR:
     """
     local = args.local_steps
     if local > steps:
-        raise RetrofitError(f"local_steps={local}: the run has only {steps} steps, of which these are the first")
+        raise RetrofitError(f"local_steps={local}: the run has only {steps} steps: set more steps or fewer local ones")
     first = _factor(args, local, args.learning_rate if args.local_lr is None else args.local_lr)
     second = _factor(args, steps - local, args.learning_rate)
     height = 1.0 if args.local_lr is None else args.local_lr / args.learning_rate

@@ -84,13 +84,16 @@ def step_bytes(
 
     Args:
         config: the base's configuration.
-        settings: the memory's, with the window of the step; all layers are taken to have it.
+        settings: the memory's, with the window of the step; all layers are taken to have the narrowest, and no options
+            of their own.
         rows, tokens: of the micro-batch.
         dtype: of the base.
         checkpointing: whether each layer of the student is recomputed in the backward pass.
         objective: the loss; the KL over whole rows by default.
         offload: whether activations wait in main memory, which is not counted.
     """
+    window = min(settings.windows(config))
+    settings = MemoryConfig(settings.kind, window, settings.sinks, options=settings.options)
     peaks = partial(_peaks, config, settings, rows, dtype, checkpointing, objective or Objective(), offload)
     segment = None if objective is None else objective.segment
 
@@ -140,9 +143,8 @@ def _peaks(
     alike = {"num_hidden_layers": layers, "layer_types": None, "sliding_window": None}
     small = type(config).from_dict({**config.to_dict(), **alike})
     small._attn_implementation = "sdpa"
-    every = MemoryConfig(settings.kind, settings.window, settings.sinks, options=settings.options)
     with FakeTensorMode():
-        model = _materialise(skeleton(small, every), dtype)
+        model = _materialise(skeleton(small, settings), dtype)
         if checkpointing:
             checkpoint_layers(model)
         ids = torch.zeros(rows, tokens, dtype=torch.long)

@@ -17,10 +17,16 @@ APART = (
     ("torch_compile", "deepspeed", "whose engine runs the model in its own way"),
     ("torch_compile", "fsdp", "which gathers weights while a step runs"),
     ("fsdp", "deepspeed", "which divides the weights as well"),
-    ("fsdp", "segment", "of which rows may have different numbers, while all processes gather weights in step"),
+    ("fsdp", "segment", "because all processes gather weights in step, and rows differ in their segments"),
     ("fsdp", "activation_offload", "which moves the weights as well"),
     ("fsdp", "local_steps", "which need the weights of a layer whole"),
     ("fsdp", "lora", "whose weights it would save empty"),
+)
+ZERO3 = (
+    ("lora", "which would save it empty"),
+    ("segment", "whose processes gather weights in step though rows may have different numbers of segments"),
+    ("activation_offload", "which moves the weights as well"),
+    ("local_steps", "which has no layer's weights whole"),
 )
 UNSET: tuple[Any, ...] = (None, 0, "fixed", {})  # what such a setting is where it was not made
 
@@ -82,17 +88,9 @@ def refuse_unsupported(model: Any, args: DistillArguments) -> None:
         _check_fsdp(model, args)
     if engine is None or not engine.is_zero3():
         return
-    if lora_layers(model):
-        raise RetrofitError("LoRA does not work with ZeRO-3, which would save it empty: use zero2")
-    if args.segment is not None:
-        raise RetrofitError(
-            "segment does not work with ZeRO-3, whose processes gather weights in step though their rows may have "
-            "different numbers of segments: use zero2, or leave segment out"
-        )
-    if args.activation_offload:
-        raise RetrofitError("activation_offload does not work with ZeRO-3, which moves the weights as well: use zero2")
-    if args.local_steps:
-        raise RetrofitError("local steps do not work with ZeRO-3, which has no layer's weights whole: use zero2")
+    for name, why in ZERO3:
+        if lora_layers(model) if name == "lora" else getattr(args, name):
+            raise RetrofitError(f"{name} does not work with ZeRO-3, {why}: use zero2, or leave {name} out")
 
 
 def _check_fsdp(model: Any, args: DistillArguments) -> None:

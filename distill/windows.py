@@ -26,7 +26,9 @@ def check_draws(model: Any) -> None:
             try:
                 memory.check_window(budget - sinks, sinks)
             except RetrofitError as error:
-                raise RetrofitError(f"window_sampling='ahn' trains at other windows too, and there {error}") from None
+                raise RetrofitError(
+                    f"window_sampling='ahn' trains at other windows too; one is refused: {error}"
+                ) from None
 
 
 def draw_window(seed: int, step: int, length: int) -> tuple[int, int]:

@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from .errors import RetrofitError, nearest, one_of
+from .options import whole_number
 
 # rotary tables that change with the length of the input: a key cached under one table would be read under another
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
-BY_LAYER = 'write it as {"0": {"window": 64}, "4-7": {"window": 256}}: which layers, and what they have otherwise'
+BY_LAYER = 'write it as {"0": {"window": 64}, "4-7": {"window": 256}}: layers, and the settings that they have'
 
 
 @dataclass
@@ -54,9 +55,9 @@ class MemoryConfig:
             one_of("rotary_dtype", self.rotary_dtype, "float16", "bfloat16")
         if not isinstance(self.by_layer, dict):
             raise RetrofitError(f"by_layer={self.by_layer!r}: {BY_LAYER}")
-        self.by_layer = {str(key): value for key, value in self.by_layer.items()}
         for other in self.named_layers().values():
             check_window(other.get("window", self.window), self.sinks)
+        self.by_layer = {str(key): value for key, value in self.by_layer.items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "MemoryConfig":
@@ -133,6 +134,10 @@ class MemoryConfig:
 
         return [of_layer(index) if index in bounded else None for index in layers]
 
+    def windows(self, config: Any) -> list[int]:
+        """W of each layer that has one; arguments and errors as above."""
+        return [one.window for one in self.of_layers(config) if one is not None]
+
     def window_only(self, window: int | None = None) -> "MemoryConfig":
         """The same layers, sinks and windows without a memory; with ``window``, that one in all layers."""
         bare = replace(self, kind="none", options={})
@@ -149,7 +154,7 @@ class MemoryConfig:
         """
         found: dict[int, dict[str, Any]] = {}
         for key, other in self.by_layer.items():
-            ends = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", key)
+            ends = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(key))
             named = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
             if not named or not isinstance(other, dict) or not all(isinstance(name, str) for name in other):
                 raise RetrofitError(f"by_layer: {key!r}: {other!r} is not understood: {BY_LAYER}")
@@ -165,7 +170,7 @@ def _indices(layers: Any) -> list[int]:
     if not isinstance(layers, list | tuple | range | set) or not all(type(index) is int for index in layers):
         raise RetrofitError(f"layers={layers!r}: give a list of layer indices, such as [0, 2]")
     if not layers:
-        raise RetrofitError("layers=[] leaves no layer to the memory: leave it out for all of them, or name some")
+        raise RetrofitError("layers=[] gives the memory to no layer: name some layers, or leave it out for all of them")
     return sorted(set(layers))
 
 
@@ -173,14 +178,10 @@ def check_window(window: int, sinks: int) -> None:
     """Refuse a window or a number of sinks that means nothing.
 
     Raises:
-        RetrofitError: ``window`` < 1, ``sinks`` < 0, or one of them is not a whole number.
+        RetrofitError: ``window`` < 1, ``sinks`` < 0, or one of them is too large or not a whole number.
     """
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise RetrofitError(f"window={window!r}: the window must be a whole number of tokens, 1 or more")
-    if max(window, sinks if isinstance(sinks, int) else 0) >= 2**31:
-        raise RetrofitError("window and sinks must be below 2**31 tokens: no text is as long")
-    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
-        raise RetrofitError(f"sinks={sinks!r}: the number of sinks must be a whole number, 0 or more")
+    whole_number("window", window)
+    whole_number("sinks", sinks, least=0)
 
 
 def native_window(config: Any) -> int | None:
@@ -214,7 +215,7 @@ def check_base(config: Any, memory: MemoryConfig) -> None:
             f"this base uses {rope_type!r} rotary scaling, which re-scales cached keys as the input grows: "
             "a bounded memory cannot follow it; use a base with default, linear, yarn or llama3 scaling"
         )
-    widest = max((one.window for one in memory.of_layers(config) if one is not None), default=memory.window)
+    widest = max(memory.windows(config), default=memory.window)
     native = native_window(config)
     if native is not None and widest + memory.sinks > native:
         raise RetrofitError(

@@ -56,7 +56,7 @@ class JointOptions(Options):
         if self.features is not None:
             whole_number("features", self.features)
             if self.features > MOST_FEATURES:
-                raise RetrofitError(f"features={self.features}: kernels take at most {MOST_FEATURES}")
+                raise RetrofitError(f"features={self.features}: give at most {MOST_FEATURES}, kernels take no more")
 
 
 class Branch(nn.Module):
@@ -150,7 +150,7 @@ class JointMemory(WindowOnly):
         super().__init__(config, window, sinks, options)
         if self.head_dim < 4:
             raise RetrofitError(
-                f"memory 'joint' needs heads of 4 or more, this base has {self.head_dim}: use 'ahn-gdn'"
+                f"memory 'joint' needs a head size of 4 or more, this base has {self.head_dim}: use 'ahn-gdn'"
             )
         self.both = options.branches == "both"
         self.features = options.features or self.usual_features()

@@ -29,7 +29,7 @@ class JointRowsOptions(JointOptions, ExpectedOptions):
         ExpectedOptions.__post_init__(self)
         if self.shares != "even":
             raise RetrofitError(
-                f"shares={self.shares!r}: a run that is resumed would not know them; leave it out or use 'expected'"
+                f"shares={self.shares!r}: a resumed run would not know them: leave it out, or use 'expected'"
             )
 
 

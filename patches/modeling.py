@@ -166,7 +166,7 @@ class MemoryModel(MemoryPreTrained):
         capacity = min(memory.capacity for memory in memories.values())
         if plain is None and mask is not None and seen + new > capacity:
             raise RetrofitError(
-                "a memory needs the plain 2D attention mask (batch, tokens), not one that says who sees whom"
+                "a memory cannot use a mask that says who sees whom: pass the plain 2D attention mask (batch, tokens)"
             )
         starts = find_starts(before, seen, new, plain, position_ids)
         limit = capacity + min(starts.pads)
@@ -209,8 +209,8 @@ def warn_of_length(config: Any, length: int) -> None:
     longest = longest_input(config)
     if longest is not None and length > longest:
         logger.warning_once(
-            f"the input is longer than the {longest} tokens that the base's positions were made for: what follows may "
-            "get worse, with the memory and without; a base made for longer inputs, or yarn scaling, would not"
+            f"the input is longer than the {longest} tokens that the base's positions were made for: results may get "
+            "worse, with the memory and without; use a base made for longer inputs, or yarn scaling"
         )
 
 

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from .errors import RetrofitError, nearest
 
+LARGEST = 2**31 - 1  # of a whole number: counters and tensors take no more everywhere, and no text is as long
+
 
 @dataclass(frozen=True)
 class Options:
@@ -30,14 +32,16 @@ class Options:
                 has = f"its options are {', '.join(known)}" if known else "it has no options"
                 raise RetrofitError(f"memory {kind!r} has no option {name!r}{nearest(name, known)}: {has}")
             if isinstance(value, int | float) and not abs(value) < 2**63:
-                raise RetrofitError(f"{name}={value!r}: give a number, and a smaller one")
+                raise RetrofitError(f"{name}={value!r}: give a smaller number")
         return cls(**options)
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> None:
-    """Refuse a ``value`` that is not a whole number, ``least`` or more."""
+    """Refuse a ``value`` that is not a whole number, ``least`` or more and at most ``LARGEST``."""
     if type(value) is not int or value < least:
         raise RetrofitError(f"{name}={value!r}: give a whole number, {least} or more")
+    if value > LARGEST:
+        raise RetrofitError(f"{name}={value}: give a whole number, {LARGEST} at most")
 
 
 def above_zero(name: str, value: Any) -> None:

@@ -84,7 +84,7 @@ def find_starts(before: Starts, seen: int, new: int, mask: Tensor | None, positi
             "tokens seen so far"
         )
     if mask is None and (before.padded or before.ended):
-        raise RetrofitError("this cache holds padded rows: pass their attention_mask, all tokens seen so far included")
+        raise RetrofitError("this cache holds padded rows: pass their attention_mask, with all tokens seen so far")
     given = mask if mask is not None else positions
     if given is None:
         if before.offsets != (0,):
@@ -142,8 +142,8 @@ def _look(
         )
     if has_moved:
         raise RetrofitError(
-            "attention_mask has other padding than this cache was filled with: pass the same, all tokens seen so far "
-            "included"
+            "attention_mask has other padding than this cache was filled with: pass the same padding, with all "
+            "tokens seen so far"
         )
     if has_jump:
         raise RetrofitError(

@@ -44,7 +44,7 @@ class MemoryPreTrained(Host):
         """As in transformers, with the code that runs it beside the weights; all three Auto classes find it."""
         given = inspect.signature(super().save_pretrained).bind(*args, **kwargs)
         if given.arguments.get("push_to_hub"):
-            raise RetrofitError("save first, then call push_to_hub(repo_id): the code beside it must be complete")
+            raise RetrofitError("push_to_hub would leave out code: save first, then call push_to_hub(repo_id)")
         family, prefix = type(self).__module__.rpartition(".")[2], type(self.config).__name__.removesuffix("Config")
         self.config.auto_map = {
             "AutoConfig": f"{family}.{prefix}Config",

@@ -160,7 +160,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / CONFIG
     if not file.is_file():
-        raise RetrofitError(f"{folder} has no {CONFIG}: it is not an adapter folder")
+        raise RetrofitError(f"{folder} has no {CONFIG}: give the folder of an adapter")
     config = read_json(file)
     if not isinstance(config, dict) or config.get("peft_type") != PEFT_TYPE:
         kind = config.get("peft_type") if isinstance(config, dict) else None

@@ -14,11 +14,11 @@ from patches.step import Pass, Step
 from .evaluation.perplexity import read_sequences
 from .evaluation.scores import evaluate
 from .loading import load_tokenizer
-from .shares import Needs
+from .shares import Needs, between
 
 TEXTS, LENGTH = 8, 1024  # rows and tokens of a row that are read of a user's text
 Watch = Callable[[int, Any, Step, Tensor], None]
-PARTS = (1.0, 0.5, 0.0)  # of the way from the rows that were set to those by need
+PARTS = (1.0, 0.5, 0.0)  # of the way from the rows that were set, and from even ones, to those by need
 ROUNDS = 2  # first what the queries are like, then how the keys stand to them
 
 
@@ -62,7 +62,7 @@ def measure_needs(model: Any, texts: list[Tensor]) -> Needs:
 
 
 def _share(model: Any, needs: Needs, texts: list[Tensor]) -> None:
-    """Shares by need, those that were set or those halfway: whichever leave the model nearest to its base on the texts.
+    """Shares by need, even ones, those that were set, or halfway: whichever leave the model nearest to its base.
 
     What a head changes in the residual stream is not always what matters in the end. On texts of less than
     :data:`retrofit.shares.TEXT` windows too little would be dropped for a comparison, and shares go by need.
@@ -72,12 +72,15 @@ def _share(model: Any, needs: Needs, texts: list[Tensor]) -> None:
     if [memory.window for memory in measured] != list(needs.windows.values()):
         needs.give(model)
         return
-    start, found, before = min(memory.capacity for memory in measured), {}, needs.rows(model)
-    for part in PARTS:
-        needs.give(model, part, before)
+    start, found = min(memory.capacity for memory in measured), dict[tuple[int, ...], float]()
+    own, need = needs.rows(model), needs.by_need(model)
+    each, rest = divmod(sum(own), len(own))
+    even = [each + (head < rest) for head in range(len(own))]
+    for rows in dict.fromkeys(between(before, need, part) for before in (own, even) for part in PARTS):
+        needs.give(model, rows)
         scores = (evaluate({"": model}, ids.to(model.device), start=start, batch_size=1)[""] for ids in texts)
-        found[part] = sum(score.mean_kl for score in scores)
-    needs.give(model, min(found, key=lambda part: found[part]), before)
+        found[rows] = sum(score.mean_kl for score in scores)
+    needs.give(model, min(found, key=lambda rows: found[rows]))
 
 
 def _needs(body: Any, texts: list[Tensor]) -> Needs:

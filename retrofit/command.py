@@ -43,7 +43,7 @@ def patch(
     recipe: MemoryRecipe = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Text for `expected` and `joint-rows` to calibrate on, of the kinds they will meet."),
+        typer.Option(help="Text to calibrate `expected` or `joint-rows` on, of the kinds that the model will meet."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -116,11 +116,17 @@ def convert(
     "retrofit generate runs/first/model --chat",
 )
 def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="An exported model, or the base of --adapter.")],
-    prompt: Annotated[str | None, typer.Option(help="Text to continue; with --chat, the only message.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Talk in the tokenizer's chat template; Ctrl-D ends.")] = False,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="An exported model, or a base that takes --adapter.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue; with --chat, the one message to answer.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Talk through the tokenizer's chat template; Ctrl-D ends.")
+    ] = False,
     adapter: Annotated[str | None, typer.Option(help="Adapter: a folder or a Hub id.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the text or of each reply.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens to generate, for the text or for each reply.")
+    ] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 takes the most likely token.")] = 0,
     seed: Seed = 0,
 ) -> None:
@@ -163,7 +169,7 @@ def push(
 ) -> None:
     """Upload an adapter or an exported model to the Hub.
 
-    Its card goes with it. The token is the one of `hf auth login` or HF_TOKEN.
+    Its card goes with it. The command uses the token of `hf auth login` or HF_TOKEN.
     """
     typer.echo(retrofit.push_folder(path, repo_id, private=private or None, revision=revision, message=message))
 
@@ -172,7 +178,7 @@ def push(
 def doctor(json_file: Json = None) -> None:
     """Check what is installed and whether it works together.
 
-    It also shows which kernel runs each memory. Ends with status 1 if something is broken.
+    It also shows which kernel runs each memory. It ends with status 1 if something is broken.
     """
     try:
         from retrofit.doctor import BAD, COLUMNS, examine, rows

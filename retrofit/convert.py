@@ -93,11 +93,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     config = read_json(file)
     variant = config.get("_ahn_implementation") if isinstance(config, dict) else None
     if variant is None:
-        raise RetrofitError(f"{file} has no '_ahn_implementation': these are not published AHN weights")
+        raise RetrofitError(f"{file} has no '_ahn_implementation': give the folder of published AHN weights")
     one_of(f"{file}: _ahn_implementation", variant, *KINDS)
     for name in UNSUPPORTED:
         if config.get(name):
-            raise RetrofitError(f"{file} sets {name}={config[name]!r}, which is not supported")
+            raise RetrofitError(
+                f"{file} sets {name}={config[name]!r}, which Retrofit cannot convert: give other weights"
+            )
     return config
 
 

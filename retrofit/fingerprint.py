@@ -68,7 +68,7 @@ def difference(expected: dict[str, Any], model: Any) -> str:
     if was != now:
         logger.warning(
             f"the adapter was fitted to a base that was {was} and this one is {now}: its weights are not compared, and "
-            "the memory reads slightly other keys than those it was fitted to"
+            "the memory reads slightly different keys from those it was fitted to"
         )
         return ""
     theirs, ours = theirs.view(-1, SAMPLES), ours.view(-1, SAMPLES)

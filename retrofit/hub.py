@@ -131,7 +131,7 @@ def _contents(folder: Path) -> tuple[str, dict[str, Any], set[str]]:
     if (folder / CONFIG).is_file():
         config = read_adapter_config(folder)
         if not (folder / WEIGHTS).is_file():
-            raise RetrofitError(f"{folder} has no {WEIGHTS}: it is not a whole adapter")
+            raise RetrofitError(f"{folder} has no {WEIGHTS}: save the whole adapter again")
         base = {"base": config.get("base_model_name_or_path"), "base_revision": config.get("revision")}
         return "adapter", {**config["memory"], **base}, {CONFIG, WEIGHTS, CARD}
     try:
@@ -145,7 +145,7 @@ def _contents(folder: Path) -> tuple[str, dict[str, Any], set[str]]:
         raise RetrofitError(f"{folder} is neither an adapter nor an exported model: {instead}")
     names = {file.name for file in folder.iterdir() if file.is_file() and file.suffix in SHIPPED}
     if not any(name.endswith(".safetensors") for name in names):
-        raise RetrofitError(f"{folder} has no weights in safetensors: it is not a whole export")
+        raise RetrofitError(f"{folder} has no weights in safetensors: export the whole model again")
     return "model", config["memory"], names | {CARD}
 
 

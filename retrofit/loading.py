@@ -30,7 +30,7 @@ def load_config(path: str, **kwargs: Any) -> Any:
     if Path(where).is_file():
         raise RetrofitError(f"{path} is a file: give the checkpoint's folder, a GGUF file, or a Hub id")
     if Path(where).is_dir() and not gguf and not (Path(where) / "config.json").is_file():
-        raise RetrofitError(f"{str(path)!r} has no config.json and no GGUF file: it is not a checkpoint folder")
+        raise RetrofitError(f"{str(path)!r} has no config.json and no GGUF file: give a checkpoint folder")
     try:
         config = AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **gguf, **kwargs})
     except Exception as error:  # a damaged configuration can fail anywhere in transformers
@@ -70,7 +70,7 @@ def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
     missing = sorted(report["missing_keys"])
     if missing:
         raise RetrofitError(
-            f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them: it is not a whole checkpoint"
+            f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them: fetch the checkpoint again"
         )
     refuse_nan(path, model.named_parameters())
     return unquantised(model, path) if gguf else model

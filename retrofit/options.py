@@ -29,7 +29,8 @@ Options = Annotated[
 MemoryRecipe = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Memory as `retrofit allocate` writes it, instead of the flags that describe one."
+        metavar="FILE",
+        help="Recipe of a memory by `retrofit allocate`, in place of the flags that describe one.",
     ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
@@ -121,7 +122,7 @@ def pairs(flag: str, items: Iterable[str] | None, taken: Container[str] = ()) ->
         if not key or not equals:
             raise typer.BadParameter(f"{flag} {item}: write it as {flag} KEY=VALUE")
         if key in taken:
-            raise typer.BadParameter(f"{flag} {key}: that is not an option of a memory")
+            raise typer.BadParameter(f"{flag} {key}: that is not an option of a memory: leave it out")
         try:
             found[key] = parse_yaml(text, key)
         except RetrofitError:
@@ -143,7 +144,7 @@ def of_recipe(ctx: typer.Context, recipe: Path) -> dict[str, Any]:
     for name in ("memory", "window", "sinks", "option"):
         if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE":
             raise typer.BadParameter(
-                f"--{name}: the recipe says what the memory is like: leave it out, or edit {recipe}"
+                f"--{name}: the recipe already describes the memory: leave the flag out, or edit {recipe}"
             )
     return read_memory(recipe)
 

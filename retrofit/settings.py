@@ -12,9 +12,9 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from patches.errors import RetrofitError, one_of
+from patches.options import LARGEST
 from retrofit.plain_yaml import parse_yaml
 
-LARGEST = 2**31 - 1  # of a whole number without a limit of its own: counters and tensors take no more everywhere
 WORDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -74,7 +74,12 @@ class Setting:
             one = replace(self, kind=self.item, optional=False)
             return tuple(one.check(part) for part in value)
         if self.kind is dict and isinstance(value, dict):  # YAML reads 0 as a number
-            value = {str(key) if type(key) is int else key: part for key, part in value.items()}
+            named = {str(key) if type(key) is int else key: part for key, part in value.items()}
+            if len(named) < len(value):
+                raise RetrofitError(
+                    f"{self.name}: {value!r} names something twice, as a number and as text: name it once"
+                )
+            value = named
         if self.kind is float and type(value) is int:
             value = float(value) if abs(value) < 2**63 else math.inf
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
@@ -127,6 +132,14 @@ class Setting:
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
         )
+
+
+class Checked:
+    """A dataclass of settings, each of which is checked when one is made."""
+
+    def __post_init__(self) -> None:
+        for name, key in settings(type(self)).items():
+            object.__setattr__(self, name, key.check(getattr(self, name)))
 
 
 def setting(default: Any | Callable[[], Any], help: str, **limits: Any) -> Any:

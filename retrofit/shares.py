@@ -88,34 +88,44 @@ class Needs:
         memories = model.get_decoder().memories()
         return [number for index in self.losses for number in memories[index].rows]
 
-    def give(self, model: Any, part: float = 1.0, before: Sequence[int] | None = None) -> None:
-        """Give each key/value head its share of the rows that there are in all, and write them to the configuration,
-        so that they are saved.
+    def by_need(self, model: Any) -> list[int]:
+        """:meth:`rows` of ``model`` divided anew, each to the head where it prevents most."""
+        curves = []
+        for index, losses_of_heads in self.losses.items():
+            scale = model.get_decoder().memories()[index].window / self.windows[index]
+            grid = [round(share * self.evicted[index] * scale) for share in GRID]
+            for losses in losses_of_heads:
+                points = dict(zip(grid, losses.tolist(), strict=True))  # shares of few tokens may be the same number
+                curves.append((list(points), list(points.values())))
+        return divide(curves, sum(self.rows(model)))
+
+    def give(self, model: Any, rows: Sequence[int] | None = None) -> None:
+        """Give each key/value head its rows, and write them to the configuration, so that they are saved.
 
         Args:
             model: the one that was measured, or one of the same base, windows, sinks and tilt.
-            part: of the way from the rows ``before`` (0) to those by need (1).
-            before: :meth:`rows` of the model as its user set it; by default as it is.
+            rows: as :meth:`rows` has them; :meth:`by_need` by default.
         """
-        memories = {index: model.get_decoder().memories()[index] for index in self.losses}
-        before, curves = self.rows(model) if before is None else before, []
-        total = sum(before)
-        for index, memory in memories.items():
-            scale = memory.window / self.windows[index]
-            grid = [round(share * self.evicted[index] * scale) for share in GRID]
-            for losses in self.losses[index]:
-                points = dict(zip(grid, losses.tolist(), strict=True))  # shares of few tokens may be the same number
-                curves.append((list(points), list(points.values())))
-        wanted = [old + part * (new - old) for old, new in zip(before, divide(curves, total), strict=True)]
-        whole = [int(number) for number in wanted]
-        rest = sorted(range(len(whole)), key=lambda at: whole[at] - wanted[at])[: total - sum(whole)]
-        given = iter(number + (at in rest) for at, number in enumerate(whole))
+        given = iter(self.by_need(model) if rows is None else rows)
         named = MemoryConfig.from_dict(model.config.memory).named_layers()
-        for index, memory in memories.items():
+        for index in self.losses:
+            memory = model.get_decoder().memories()[index]
             own = [next(given) for _ in range(memory.kv_heads)]
             named[index] = {**named.get(index, {}), "rows": own}
             memory.options = replace(memory.options, rows=own)
         model.config.memory = {**model.config.memory, "by_layer": {str(index): named[index] for index in sorted(named)}}
+
+
+def between(before: Sequence[int], after: Sequence[int], part: float) -> tuple[int, ...]:
+    """``part`` of the way from some rows to as many others, in whole numbers of the same sum.
+
+    >>> between([4, 4], [7, 1], 0.5)
+    (6, 2)
+    """
+    wanted = [old + part * (new - old) for old, new in zip(before, after, strict=True)]
+    whole = [int(number) for number in wanted]
+    rest = sorted(range(len(whole)), key=lambda at: whole[at] - wanted[at])[: sum(before) - sum(whole)]
+    return tuple(number + (at in rest) for at, number in enumerate(whole))
 
 
 def divide(curves: Sequence[tuple[list[int], list[float]]], total: int) -> list[int]:

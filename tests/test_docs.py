@@ -354,7 +354,7 @@ def test_a_memorys_page_says_it_all(kind: str) -> None:
     for option in (field.name for field in fields(KINDS[kind].Options)):
         assert f"`{option}`" in text or f"`{option}=" in text or f"{option}=" in text, f"{kind}: {option} is not named"
     assert re.search(r"^    \S.*\n    \S", text, re.MULTILINE), "no equation"
-    assert "arxiv.org/abs/" in text or text.split("\n\n")[1].startswith("Ours."), "no paper"
+    assert "arxiv.org/abs/" in text or text.split("\n\n")[1].startswith("This memory is our own."), "no paper"
     assert "When to use it" in text
     assert re.search(r"^(## Figures|\*\*Figures here)", text, re.MULTILINE)
     assert re.search(rf"^\| .*\b{re.escape(kind)}\b", text.split("Figures")[-1], re.MULTILINE), "not in the figures"

@@ -49,7 +49,7 @@ def read_messages(value: Any, where: str) -> list[Message]:
 
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
-        raise RetrofitError(f"{where} is not an object with a role and a content")
+        raise RetrofitError(f"{where} is not an object with a role and a content: write it as one")
     for key in ("tool_calls", "function_call"):
         if message.get(key):
             raise RetrofitError(f"{where} holds {key!r}: conversations with tools are not supported, leave them out")
@@ -64,7 +64,7 @@ def _text(message: dict[str, Any], keys: tuple[str, str], where: str) -> str:
     for key in keys:
         if message.get(key) is not None:
             return checked_text(message[key], where, repr(key))
-    raise RetrofitError(f"{where} has neither {keys[0]!r} nor {keys[1]!r}")
+    raise RetrofitError(f"{where} has neither {keys[0]!r} nor {keys[1]!r}: write one of them")
 
 
 class ChatTokenizer:

@@ -126,8 +126,8 @@ def run_demo(
         title = f"{HELD_OUT} held-out documents of {LENGTH} tokens, window {WINDOW}, {SINKS} sinks, seed {seed}"
         print_table(title, rows, COLUMNS, console)
         console.print(
-            f"[dim]far recall: of surnames last seen more than {WINDOW + SINKS} tokens ago. "
-            "state bytes: kept per layer and document beyond sinks and window."
+            f"[dim]Far recall is that of surnames last seen more than {WINDOW + SINKS} tokens ago. "
+            "State bytes are those that a layer keeps of a document besides sinks and window."
         )
 
         questions = pick_questions(held_out, WINDOW + SINKS, QUESTIONS)

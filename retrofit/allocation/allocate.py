@@ -96,7 +96,7 @@ def allocate(
     options = options or {}
     sizer = Sizer(base.config, kind, sinks, options, base.dtype)
     if sizer.option in options:
-        raise RetrofitError(f"{sizer.option}: that is what is allocated: leave it out")
+        raise RetrofitError(f"{sizer.option}: allocate chooses this number itself: leave it out")
     if "shares" in options:
         raise RetrofitError(
             "shares: sizes are measured with even shares: leave it out, and set it in the recipe afterwards"
@@ -128,6 +128,8 @@ class _Work:
                 f"bytes: {budget} hold a window of {even.window} tokens, and rows of {texts.shape[1]} hardly leave it: "
                 "give fewer bytes or a longer --length"
             )
+        if not list(sizer.sizes(budget)):
+            raise RetrofitError(f"bytes: {budget} hold no window beside memory {sizer.kind!r}: give more")
         self.calibrated: dict[int, Any] | None = None
         model = patch(base, "none", even.window, self.sinks)
         self.layers = list(model.model.memories())
@@ -142,8 +144,6 @@ class _Work:
     def plans(self, sizer: Sizer) -> dict[str, Plan]:
         """The best even sizes for ``sizer``'s memory, and the best by need."""
         everywhere = list(sizer.sizes(self.budget))
-        if not everywhere:
-            raise RetrofitError(f"bytes: {self.budget} hold no window beside memory {sizer.kind!r}: give more")
         sizes = [size for share in SHARES for size in sizer.sizes(int(self.budget * share))]
         sizes = list(dict.fromkeys(sizes))
         self.say(f"{sizer.kind}: the layers' errors at {len(sizes)} sizes")

@@ -24,12 +24,12 @@ def allocate(
     sinks: Sinks = 4,
     option: Options = None,
     rows: Annotated[
-        int, typer.Option(min=1, help="Rows of the text to choose on; as many others are reported on.")
+        int, typer.Option(min=1, help="Rows of the text on which sizes are chosen; as many others are scored.")
     ] = 8,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
     dtype: Annotated[
         str,
-        typer.Option(help="Of the base, in which bytes are counted: auto (the checkpoint's own), float32 or bfloat16."),
+        typer.Option(help="Dtype of the base and of the bytes: auto (the checkpoint's own), float32 or bfloat16."),
     ] = "auto",
     target: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Recipe to write.")] = Path(
         "allocation.yaml"
@@ -37,11 +37,11 @@ def allocate(
     overwrite: Overwrite = False,
     json_file: Json = None,
 ) -> None:
-    """Give the layers of BASE that need them most the most bytes.
+    """Give more bytes to the layers of BASE that need them most.
 
-    Only forward passes are run. Tables say what each layer gets, and how much nearer to full attention that is than
-    equal sizes, on rows that nothing was chosen on: with the memory, and with sinks and window alone. `retrofit patch`,
-    `estimate` and `distill` take the recipe.
+    The command runs forward passes only. It prints what each layer gets, and how near the model comes to full
+    attention, beside equal sizes for all layers: with the memory, and with sinks and window alone. It measures this on
+    rows on which nothing was chosen. `retrofit patch`, `estimate` and `distill` take the recipe that it writes.
     """
     if target.exists() and not overwrite:
         raise typer.BadParameter(f"{target} exists: choose another name or pass --overwrite")

@@ -32,15 +32,15 @@ def read_memory(path: str | Path) -> dict[str, Any]:
         ) from error
     found = parse_yaml(text, str(path))
     if not isinstance(found, dict):
-        raise RetrofitError(f"{path} is not a recipe: write keys and values, {', '.join(KEYS)}")
+        raise RetrofitError(f"{path} is not a recipe: write KEY: VALUE lines with the keys {', '.join(KEYS)}")
     for key in found:
         if key not in KEYS:
             raise RetrofitError(
-                f"{path}: {key!r} says nothing of a memory{nearest(str(key), KEYS)}: the keys are {', '.join(KEYS)}"
+                f"{path}: {key!r} is no key of a memory{nearest(str(key), KEYS)}: the keys are {', '.join(KEYS)}"
             )
     for key in ("memory", "window"):
         if key not in found:
-            raise RetrofitError(f"{path} has no {key!r}: it says how the model forgets")
+            raise RetrofitError(f"{path} has no {key!r}: add it, because a memory cannot be made without it")
     options = found.pop("options", None) or {}
     if not isinstance(options, dict) or (taken := sorted(set(options) & {*KEYS, "base", "model_kwargs"})):
         wrong = f"{taken[0]!r} is not an option of a memory" if isinstance(options, dict) else "write options by name"

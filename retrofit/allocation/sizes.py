@@ -1,5 +1,6 @@
 """What one layer may have, how many bytes that takes, and which of it each layer gets for a number of bytes."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,12 +63,34 @@ class Sizer:
 
     def fitting(self, budget: int, rows: int | None = None) -> Size | None:
         """The longest window that fits ``budget`` bytes beside so many rows; None if none does."""
-        native = native_window(self.config)
-        low, high = 0, LONGEST if native is None else native - self.sinks + 1
+        native, unit = native_window(self.config), self._unit(rows)
+        low, high = 0, (LONGEST if native is None else native - self.sinks) // unit + 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.size(middle, rows).bytes <= budget else (low, middle)
-        return self.size(low, rows) if low else None
+            low, high = (middle, high) if self._bytes(middle * unit, rows) <= budget else (low, middle)
+        return self.size(low * unit, rows) if low else None
+
+    def _unit(self, rows: int | None) -> int:
+        """What windows are multiples of: 1, or the option that the kind demands it of."""
+        units = [1, *(value for value in self.options.values() if type(value) is int and 0 < value < LONGEST)]
+        refused = None
+        for unit in units:
+            try:
+                self.size(unit, rows)
+            except RetrofitError as error:
+                refused = error
+            else:
+                return unit
+        if rows is None:
+            raise RetrofitError(f"{refused} (you set an option of the memory with --option NAME=VALUE)")
+        return 1
+
+    def _bytes(self, window: int, rows: int | None) -> float:
+        """Of :meth:`size`; infinite where the kind cannot have it."""
+        try:
+            return self.size(window, rows).bytes
+        except RetrofitError:
+            return math.inf
 
     def sizes(self, budget: int) -> Iterator[Size]:
         """The ways to spend a layer's ``budget``: the window alone, and with parts of it for rows."""

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from patches.errors import RetrofitError
-from retrofit.settings import setting, settings
+from retrofit.settings import Checked, setting
 
 PAPER_DECAY = 0.995  # of arXiv 2605.22884, Table 3
 KINDS = "Kind of memory, or all; repeat for more."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class Where(Checked):
     """Where a benchmark runs and in what precision.
 
     Raises:
@@ -21,8 +21,7 @@ class Where:
     dtype: str = setting("float32", "Precision to measure in.", choices=("float32", "bfloat16", "float16"))
 
     def __post_init__(self) -> None:
-        for name, key in settings(type(self)).items():
-            object.__setattr__(self, name, key.check(getattr(self, name)))
+        super().__post_init__()
         kind, _, index = self.device.partition(":")
         if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
             raise RetrofitError(f"device={self.device!r}: use cpu, cuda or cuda:N")
@@ -58,10 +57,10 @@ class Window(Where):
         super().__post_init__()
         if self.length <= self.window + self.sinks:
             raise RetrofitError(
-                f"length={self.length}: nothing leaves a window of {self.window} and {self.sinks} sinks"
+                f"length={self.length}: nothing leaves a window of {self.window} + {self.sinks}: give more tokens"
             )
         if self.heads % self.kv_heads:
-            raise RetrofitError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+            raise RetrofitError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}: choose one that is")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +77,9 @@ class Scan(Where):
 
 @dataclass(frozen=True, kw_only=True)
 class Decode(Models):
-    """Time decoding at two contexts, and count its cache.
+    """Time decoding at a short and a long context, and count the bytes of the caches.
 
-    Full attention stands beside patched models.
+    It compares patched models with full attention.
     """
 
     short: int = setting(1024, "The shorter context, in tokens.", least=1)
@@ -97,7 +96,7 @@ class Decode(Models):
 class Prefill(Models):
     """Time the reading of a prompt.
 
-    Each memory stands beside none and full attention.
+    It compares each memory with the window alone and with full attention.
     """
 
     memories: tuple[str, ...] = setting(("all",), KINDS, flag="--memory")
@@ -115,7 +114,7 @@ class Prefill(Models):
 class Run(Models):
     """Measure reading, decoding, memory and cache beside the roofline.
 
-    Full attention, the window alone and memories stand side by side.
+    It compares memories with the window alone and with full attention.
     """
 
     memories: tuple[str, ...] = setting((), f"{KINDS} The default is MODEL's own, or ahn-gdn.", flag="--memory")
@@ -130,7 +129,7 @@ class Run(Models):
     peak_tflops: float | None = setting(
         None, "Peak TFLOP/s of the device in that dtype (default: known, or measured).", above=0
     )
-    bandwidth: float | None = setting(None, "Memory bandwidth of the device, in GB/s; give both.", above=0)
+    bandwidth: float | None = setting(None, "Memory bandwidth of the device, in GB/s; give --peak-tflops too.", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,14 +140,10 @@ class Run(Models):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capacity:
+class Capacity(Checked):
     """Count the pairs that an outer-product memory holds.
 
-    That is how many D x D pairs it takes until its first is lost. The Tensor Cache paper's table stands beside them.
+    It counts how many pairs a D x D matrix takes before the first one is lost, beside the Tensor Cache paper's table.
     """
 
-    decay: float = setting(PAPER_DECAY, "Factor by which the memory of the decayed rows forgets.", above=0, below=1)
-
-    def __post_init__(self) -> None:
-        for name, key in settings(Capacity).items():
-            object.__setattr__(self, name, key.check(getattr(self, name)))
+    decay: float = setting(PAPER_DECAY, "Decay of the memory in the table's decayed rows.", above=0, below=1)

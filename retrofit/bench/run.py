@@ -18,7 +18,7 @@ from retrofit.bench.roofline import active_memories, peaks, roofline
 from retrofit.bench.timing import interleaved, mib, ratios, spread, spread_columns
 from retrofit.costs.estimate import Device
 from retrofit.evaluation.answering import prefill
-from retrofit.evaluation.baselines import window_only
+from retrofit.evaluation.baselines import window_only, with_kind
 from retrofit.families import is_retrofit
 from retrofit.loading import load_base
 
@@ -68,11 +68,10 @@ class Case(cases.Run, RandomModels):
         if not is_retrofit(base):
             window, sinks = 512 if self.window is None else self.window, 4 if self.sinks is None else self.sinks
             return base if name == FULL else retrofit.patch(base, name, window, sinks)
-        memory = base.config.memory
-        if name == memory["kind"]:
+        if name == base.config.memory["kind"]:
             return base
         if name not in (FULL, NONE):
-            return retrofit.patch(base, name, memory["window"], memory["sinks"])
+            return with_kind(base, name)
         model = window_only(base)
         model.model.memory_enabled = name == NONE  # a model of its own, so that its memory can stay off
         return model

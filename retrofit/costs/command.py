@@ -21,21 +21,25 @@ def estimate(
     memory: Memory = "ahn-gdn",
     window: Window = 32640,
     sinks: Sinks = 128,
-    length: Annotated[int, typer.Option(min=1, help="T: tokens.")] = 128000,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
+    length: Annotated[int, typer.Option(min=1, help="T: tokens of each sequence.")] = 128000,
+    batch: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the model: auto (the checkpoint's own), float32, bfloat16 or float16.")
+    ] = "auto",
     option: Options = None,
     recipe: MemoryRecipe = None,
     peak_tflops: Annotated[
         float | None, typer.Option(min=1e-6, help="Peak TFLOP/s of the device; give --bandwidth too.")
     ] = None,
     bandwidth: Annotated[float | None, typer.Option(min=1e-6, help="Memory bandwidth of the device, in GB/s.")] = None,
-    paper: Annotated[bool, typer.Option("--paper", help="The AHN paper's table, counted as the paper counts.")] = False,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Print the AHN paper's table, counted as the paper counts.")
+    ] = False,
     json_file: Json = None,
 ) -> None:
     """Estimate what a memory costs and saves.
 
-    The table shows parameters, operations, cache and bytes per token. Only the configuration of BASE is needed.
+    The table shows parameters, operations, cache and bytes per token. It needs only the configuration of BASE.
     """
     from retrofit.costs import estimate as honest
     from retrofit.costs import paper as paper_table

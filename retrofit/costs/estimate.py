@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from patches.config import MemoryConfig, check_base, keep_their_window, native_window
-from patches.errors import RetrofitError, one_of
+from patches.errors import one_of
 from patches.eviction import Eviction
 from patches.kinds import build_memory, new_memory
 from patches.memory import Memory
+from patches.options import whole_number
 from retrofit.costs.bases import base_config
 from retrofit.costs.flops import Shape, forward_flops
 from retrofit.costs.held import row_bytes
@@ -130,8 +131,8 @@ def estimate(
     Raises:
         RetrofitError: as :func:`retrofit.patch`, or ``length``, ``batch`` or ``dtype`` mean nothing.
     """
-    if length < 1 or batch < 1:
-        raise RetrofitError(f"length={length}, batch={batch}: both must be 1 or more")
+    whole_number("length", length)
+    whole_number("batch", batch)
     config, origin = base_config(base)
     one_of("dtype", dtype, "auto", *DTYPES)
     own = getattr(config, "dtype", None)

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
-from retrofit.evaluation.settings import KEYS
+from retrofit.evaluation.settings import Settings
 from retrofit.lm_head import log_probs
 
-CHUNK: int = KEYS["chunk"].default
+CHUNK: int = Settings.chunk
 
 
 def pieces(length: int, chunk: int = CHUNK) -> Iterator[slice]:

@@ -9,8 +9,13 @@ from retrofit.patching import patch
 
 def window_only(model: Any, window: int | None = None) -> Any:
     """The same base and sinks without a memory, at ``window`` tokens (default: the model's own). Shares the weights."""
+    return with_kind(model, "none", window)
+
+
+def with_kind(model: Any, kind: str, window: int | None = None) -> Any:
+    """:func:`window_only` with another memory in place of the model's own."""
     bare = MemoryConfig.from_dict(model.config.memory).window_only(window)
-    return patch(model, "none", bare.window, bare.sinks, layers=bare.layers, others=bare.others, by_layer=bare.by_layer)
+    return patch(model, kind, bare.window, bare.sinks, layers=bare.layers, others=bare.others, by_layer=bare.by_layer)
 
 
 def narrowest_window(model: Any) -> int:

@@ -48,7 +48,7 @@ def load_benchmark(
     if any(benchmark.questions[task].language == "zh" for task in chosen):
         jieba()  # better now than when the first answer is scored
     rows = {task: Rows(benchmark, task, source or benchmark.repo, tokenizer, limit) for task in chosen}
-    return [Task(task, rows[task], benchmark.questions[task].metric, benchmark.source) for task in chosen]
+    return [Task(task, rows[task], benchmark.questions[task].metric) for task in chosen]
 
 
 def find_benchmark(name: str) -> Benchmark:

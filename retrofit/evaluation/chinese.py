@@ -64,6 +64,5 @@ def word_rouge_l(prediction: str, reference: str) -> float:
     return rouge_l(" ".join(cut(prediction)), " ".join(cut(reference)))
 
 
-qa_f1_zh: Metric = best(word_f1)
 character_f1_zh: Metric = best(character_f1)
 rouge_zh: Metric = best(word_rouge_l)

@@ -45,7 +45,7 @@ def contenders(memories: dict[str, Any]) -> list[Contender]:
     Args:
         memories: ``{name: patched model}`` on one base; at least one.
     """
-    narrow = min(memories.values(), key=lambda model: model.config.memory["window"])
+    narrow = min(memories.values(), key=narrowest_window)
     bare = window_only(narrow)
     # a model of its own: its memory stays off for as long as the evaluation runs, whatever its caches hold
     teacher = Contender(TEACHER, window_only(narrow), teacher=True)

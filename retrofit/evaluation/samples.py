@@ -10,8 +10,7 @@ class Sample:
     """One prompt and how its answer is judged.
 
     Attributes:
-        task: what it belongs to, ``"niah_single_1"`` for one; scores are averaged by task.
-        id: unique within the task; a run that is continued skips what it has answered.
+        id: unique within its task; a run that is continued skips what it has answered.
         prompt: the text a model reads, chat template applied if there is one.
         answers: the accepted answers (any, or all of them, as the metric has it).
         max_new_tokens: the answer's length at most.
@@ -21,7 +20,6 @@ class Sample:
             and ``chance``, the score of a blind guess.
     """
 
-    task: str
     id: str
     prompt: str
     answers: tuple[str, ...]
@@ -40,13 +38,11 @@ class Task:
     """Samples, and the metric that judges them.
 
     Attributes:
-        name: as in :attr:`Sample.task`.
+        name: ``"niah_single_1"`` for one; scores are averaged by task.
         samples: an iterable that gives the same samples in the same order each time.
         metric: of one prediction.
-        source: where the task's definition comes from, for the report.
     """
 
     name: str
     samples: Iterable[Sample]
     metric: Metric
-    source: str = ""

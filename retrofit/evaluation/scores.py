@@ -96,7 +96,7 @@ def evaluate(
     scored = torch.ones_like(sequences, dtype=torch.bool) if labels is None else labels != -100
     scored = scored[:, start + 1 :].cpu()  # (N, P): by the token that a position predicts
     if not scored.any():
-        raise RetrofitError(f"no token after position {start} is labelled: there is nothing to score past the window")
+        raise RetrofitError(f"no token after position {start} is labelled, so none can be scored: set a smaller window")
     first = next(iter(models.values()))
     head = first.get_output_embeddings()
     device = head.weight.device

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from patches.errors import RetrofitError, one_of
-from retrofit.settings import setting, settings
+from retrofit.settings import Checked, setting
 
 RULER = "ruler"  # all of its tasks
 DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Checked):
     """What is evaluated and how; two runs with the same settings give the same results.
 
     Raises:
@@ -18,7 +18,9 @@ class Settings:
     """
 
     model: str
-    adapters: tuple[str, ...] = setting((), "Adapter that gets a row of its own; repeat for more.", flag="--adapter")
+    adapters: tuple[str, ...] = setting(
+        (), "Adapter to compare, in a row of its own; repeat for more.", flag="--adapter"
+    )
     window: int | None = setting(None, "W of all rows (default: the saved one).", least=1)
     sinks: int | None = setting(None, "S of all rows (default: the saved one).", least=0)
     dtype: str = setting("auto", "Dtype of the base; auto takes the checkpoint's own.", choices=DTYPES)
@@ -28,12 +30,12 @@ class Settings:
     probes: tuple[str, ...] = setting(
         ("identity", "recall", "passkey"),
         "Probe: identity, recall, passkey, niah_..., ruler, gsm8k, squad, mmlu, arc_easy, arc_challenge or hellaswag; "
-        "repeat for more. With --data and no --probe, there is none.",
+        "repeat for more. With --data, none is run unless you name it.",
         flag="--probe",
     )
     lengths: tuple[int, ...] = setting(
         (),
-        "Tokens of a probe; repeat for more (default: 2 and 4 times W + S, but 512 and 1,024 at least).",
+        "Tokens of a probe; repeat for more (default: 2 and 4 times W + S, at least 512 and 1,024).",
         flag="--length",
         least=1,
     )
@@ -54,11 +56,11 @@ class Settings:
         (), "Tokens of the harness's RULER tasks; repeat for more.", flag="--task-length", least=1
     )
     limit: int | None = setting(
-        None, "Samples of each task (default: 100 of gsm8k, mmlu and the like, all of a benchmark's).", least=1
+        None, "Samples of each task (default: 100 of gsm8k, mmlu and the like, all of a benchmark).", least=1
     )
     sizes: tuple[int, ...] = setting(
         (),
-        "Size of the state in tokens: perplexity of the training-free policies on the text; repeat for more.",
+        "Tokens that the training-free policies keep; measures their perplexity on the text; repeat for more.",
         flag="--size",
         least=1,
     )
@@ -77,14 +79,10 @@ class Settings:
         from retrofit.evaluation import needle, questions, ruler  # these wait for torch
         from retrofit.evaluation.benchmarks import find_benchmark
 
-        for name, key in KEYS.items():
-            object.__setattr__(self, name, key.check(getattr(self, name)))
+        super().__post_init__()
         for probe in self.probes:
             one_of("probe", probe, "identity", "recall", *needle.NAMES, *ruler.NAMES, RULER, *questions.NAMES)
         if self.sizes and self.data is None:
             raise RetrofitError("perplexity by size of state needs a text: give --data")
         for name in self.benchmarks:
             find_benchmark(name)
-
-
-KEYS = settings(Settings)

@@ -23,9 +23,10 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
 ) -> None:
-    """Serve MODEL over an OpenAI API: by vLLM, many requests at once, or by transformers serve, one at a time.
+    """Serve MODEL over OpenAI's API.
 
-    Options that are not listed here go to the engine.
+    vLLM answers many requests at once, transformers serve one at a time. Options that are not listed here go to the
+    engine.
     """
     from .serve import serve
 

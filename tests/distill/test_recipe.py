@@ -36,6 +36,7 @@ def test_a_file_and_its_dictionary_give_the_same_recipe(tmp_path: Path) -> None:
         ("lr: .nan", "lr: nan is out of range"),
         ("lr: 0", "lr: 0.0 is out of range, it must be more than 0"),
         ("holdout: 1.0", "holdout: 1.0 is out of range"),
+        ("by_layer: {0: {window: 8}, '0': {window: 9}}", "names something twice"),
         ("layers: 3", "layers: 3 is not a list of whole numbers"),
         ("layers: [true]", "layers: [True] is not a list of whole numbers"),
         ("options: [a]", "options: ['a'] is not a mapping"),

@@ -89,7 +89,8 @@ def test_a_run_reports_to_tensorboard(recipe: Recipe) -> None:
 
 def test_a_memory_that_calibrates_is_calibrated_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the run's own rows, before the first step; a resumed run has the statistics from its checkpoint."""
-    recipe = changed(recipe, memory="joint-rows", options={"rows": 5, "bits": 8}, local_steps=3)
+    of_heads = {"1": {"rows": [7, 2]}}
+    recipe = changed(recipe, memory="joint-rows", options={"rows": 5, "bits": 8}, by_layer=of_heads, local_steps=3)
     distill(recipe)
     whole = load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
     measured = [tensor for name, tensor in whole.items() if name.endswith("query_mean")]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from transformers import PreTrainedModel
 import retrofit
 from distill import DistillArguments, DistillTrainer
 from distill.data.rows import PackedRows
+from distill.lora import add_lora
 from distill.objective import Objective
+from distill.unsupported import refuse_unsupported
 from patches.errors import RetrofitError
 from tests.distill.test_trainer import Model, make_trainer, memory
 
@@ -61,6 +64,19 @@ def test_what_does_not_go_with_fsdp_is_refused(
     monkeypatch.setattr(DistillArguments, "world_size", processes)
     with pytest.raises(RetrofitError, match=said):
         DistillTrainer(model, args)
+
+
+@pytest.mark.parametrize("asked", [{"lora": True}, {"segment": 8}, {"activation_offload": True}, {"local_steps": 1}])
+def test_what_does_not_work_with_zero3_is_refused(model: Model, tmp_path: Path, asked: dict[str, Any]) -> None:
+    (name,) = asked
+    if asked.pop("lora", False):
+        add_lora(model, {"r": 2})
+    args = DistillArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, **asked)
+    args.hf_deepspeed_config = SimpleNamespace(is_zero3=lambda: True)
+    with pytest.raises(RetrofitError, match=f"^{name} does not work with ZeRO-3, .*: use zero2, or leave {name} out$"):
+        refuse_unsupported(model, args)
+    args.hf_deepspeed_config = SimpleNamespace(is_zero3=lambda: False)
+    refuse_unsupported(model, args)
 
 
 def test_a_failed_save_leaves_no_checkpoint(
@@ -128,7 +144,7 @@ def test_a_memory_that_cannot_follow_drawn_windows_is_refused_before_training(
 ) -> None:
     halves = retrofit.patch(make_base("Qwen2"), memory="kvm", window=128, sinks=2, chunk=64, rows=64)
     make_trainer(halves, rows, tmp_path)
-    says = "window_sampling='ahn' trains at other windows too, and there window=32 is not a multiple of chunk=64"
+    says = "window_sampling='ahn' trains at other windows too; one is refused: window=32 is not a multiple of chunk=64"
     with pytest.raises(RetrofitError, match=says):
         make_trainer(halves, rows, tmp_path, window_sampling="ahn")
     fitting = retrofit.patch(make_base("Qwen2"), memory="kvm", window=128, sinks=2, chunk=32, rows=64)

@@ -1,6 +1,7 @@
 """The memory's configuration: JSON round trip, and a sentence that says what to do for everything it refuses."""
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from patches.config import MemoryConfig, check_base, check_window
 from patches.errors import RetrofitError, nearest
-from patches.kinds import KINDS, find_kind
+from patches.kinds import KINDS, find_kind, new_memory
 
 GOOD: dict[str, Any] = {"kind": "ahn-gdn", "window": 8, "sinks": 2}
 
@@ -62,6 +63,9 @@ def test_the_widest_window_must_fit_a_native_one() -> None:
         ({"by_layer": {"0": 3}}, "is not understood: write it as"),
         ({"by_layer": {"0": {1: 3}}}, "is not understood: write it as"),
         ({"by_layer": {"0-2": {}, "2": {"window": 3}}}, "layer 2 is named twice"),
+        ({"by_layer": {0: {"window": 3}, "0": {"window": 4}}}, "layer 0 is named twice"),
+        ({"window": 2**31}, "window=2147483648: give a whole number, 2147483647 at most"),
+        ({"sinks": 2**70}, "give a whole number, 2147483647 at most"),
         ({"by_layer": {"0": {"window": 0}}}, "1 or more"),
         ({"window": 0}, "1 or more"),
         ({"window": -3}, "1 or more"),
@@ -134,6 +138,21 @@ def test_the_nearest_name_is_suggested() -> None:
         find_kind("xyzzy")
     assert nearest("windw", ["window", "sinks"]) == " (did you mean 'window'?)"
     assert nearest("xyzzy", ["window"]) == ""
+
+
+NUMBERS = [
+    (kind, field.name)
+    for kind, cls in KINDS.items()
+    for field in fields(cls.Options)
+    if "int" in str(field.type) and "bool" not in str(field.type)
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), NUMBERS)
+def test_a_whole_number_that_torch_cannot_count_to_is_refused(kind: str, name: str) -> None:
+    for value in (2**31, 2**61, 2**70):
+        with pytest.raises(RetrofitError, match=f"^{name}={value}: "):
+            new_memory(kind, 8, 2, options={name: value})
 
 
 @pytest.mark.parametrize("kind", KINDS)

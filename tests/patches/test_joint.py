@@ -211,7 +211,7 @@ def test_options_out_of_range(make_base: MakeBase, options: dict[str, Any], says
 
 
 def test_heads_too_small(make_base: MakeBase) -> None:
-    with pytest.raises(RetrofitError, match="heads of 4"):
+    with pytest.raises(RetrofitError, match="head size of 4"):
         retrofit.patch(make_base("Qwen2", head_dim=2), "joint", W, S)
 
 

@@ -210,7 +210,7 @@ def test_a_configuration_with_a_wrong_value(saved: Path, make_base: MakeBase, ch
 
 def test_no_adapter_there(make_base: MakeBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_base("Qwen2")
-    with pytest.raises(RetrofitError, match=f"no {CONFIG}: it is not an adapter folder"):
+    with pytest.raises(RetrofitError, match=f"no {CONFIG}: give the folder of an adapter"):
         retrofit.load_adapter(base, tmp_path)
     with pytest.raises(RetrofitError, match="there is no folder"):
         retrofit.load_adapter(base, tmp_path / "nowhere")

@@ -2,20 +2,28 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import Result
 
 import retrofit
+from distill.preflight import lossless
+from distill.recipe import Recipe
+from distill.simulate import step_bytes
+from patches.config import MemoryConfig
 from patches.errors import RetrofitError
 from patches.kinds import KINDS
 from retrofit.allocation.allocate import Allocation, allocate
 from retrofit.allocation.recipe import read_memory, write_memory
 from retrofit.allocation.sizes import Size, Sizer, spend
+from retrofit.bench.run import Case
+from retrofit.evaluation.contenders import contenders
 from tests.helpers import S, logits, tokens
 from tests.test_cli import refused, run
 
@@ -57,6 +65,18 @@ def test_bytes_go_where_they_are_needed(kind: str, needy: PreTrainedModel) -> No
         assert plans["need"].kl <= plans["even"].kl
     assert found.window["need"].kl_held_out < found.window["even"].kl_held_out
     assert (found.memory is None) == (kind in ("none", "joint"))
+
+
+def test_windows_are_those_that_the_kind_takes(make_base: Callable[..., PreTrainedModel]) -> None:
+    base = make_base("Mistral", sliding_window=64)
+    kvm = Sizer(base.config, "kvm", S, {"chunk": 16, "rows": 16}, torch.float32)
+    assert [kvm.fitting(kvm.size(48).bytes + more).window for more in (0, 15 * ROW, -1)] == [48, 48, 32]
+    texts = tokens(2, LENGTH)
+    with pytest.raises(RetrofitError, match=r"chunk=16 is more than rows=14.* --option NAME=VALUE"):
+        # before anything is measured
+        allocate(base, "kvm", BUDGET, texts, texts, sinks=S, options={"chunk": 16}, say=pytest.fail)
+    h2o = Sizer(base.config, "h2o", S, {}, torch.float32).fitting(10**6, rows=30)
+    assert (h2o.window, h2o.rows) == (64 - S - 30, 30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,13 +171,49 @@ def test_a_recipe_that_is_distilled(byte_checkpoint: Path, tmp_path: Path) -> No
     assert logits(model, tokens(1, 30)).isfinite().all()
 
 
-def test_a_window_longer_than_the_rows_leaves_the_other_layers_to_learn() -> None:
-    from distill.recipe import Recipe
+WIDE: dict[str, Any] = {"memory": "joint", "window": 600, "sinks": 4, "seq_len": 512}
 
-    memory = {"memory": "joint", "window": 600, "sinks": 4, "seq_len": 512}
-    assert Recipe.from_dict({**memory, "by_layer": {"1-3": {"window": 40}, "4": {"features": 6}}}).lossless == 44
+
+def test_a_window_longer_than_the_rows_leaves_the_other_layers_to_learn(make_base: Callable[..., Any]) -> None:
+    recipe = Recipe.from_dict({**WIDE, "by_layer": {"1-3": {"window": 40}, "4": {"features": 6}}})
+    assert lossless(recipe, make_base("Llama", num_hidden_layers=5).config) == 44
     with pytest.raises(RetrofitError, match="never leave a window of 600"):
-        Recipe.from_dict({**memory, "by_layer": {"1": {"window": 700}, "4": {"features": 6}}})
+        Recipe.from_dict({**WIDE, "by_layer": {"1": {"window": 700}, "4": {"features": 6}}})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"window": 8, "by_layer": {"0-1": {"window": 700}}},
+        {"window": 700, "by_layer": {"1": {"window": 8}}, "layers": [0], "others": "window"},
+        {"window": 8, "by_layer": {"0": {"window": 700}}, "layers": [0]},
+    ],
+)
+def test_a_window_that_no_layer_with_the_memory_has_leaves_nothing_to_learn(
+    more: dict[str, Any], byte_checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 600)
+    file, line = tmp_path / "recipe.yaml", ["distill", tmp_path / "recipe.yaml", "--base", byte_checkpoint]
+    file.write_text(yaml.safe_dump({**WIDE, **more}))
+    for arguments in (["--dry-run"], ["--data", tmp_path / "text.txt", "-o", tmp_path / "run"]):
+        refused(run(*line, *arguments), "512 tokens never leave a window of 700", "set 706 or more")
+    assert not (tmp_path / "run").exists()
+
+
+def test_others_are_compared_at_the_windows_that_layers_have(make_base: Callable[..., Any]) -> None:
+    own = retrofit.patch(make_base("Llama"), "joint", 4, S, by_layer={"0-1": {"window": 20}})
+    rows = contenders({"wide": own, "narrow": retrofit.patch(make_base("Llama"), "ahn-gdn", 9, S)})
+    assert [row.window for row in rows if row.name == "window-only"] == [9]
+    arm = Case(memories=("ahn-dn",), lengths=(64,)).arm(own, "ahn-dn")
+    assert [memory.window for memory in arm.model.memories().values()] == [20, 20]
+
+
+def test_what_a_step_takes_is_that_of_the_narrowest_window(make_base: Callable[..., Any]) -> None:
+    config, bytes_of = make_base("Llama").config, partial(step_bytes, rows=1, tokens=96, dtype=torch.float32)
+    own = MemoryConfig("joint", 64, S, by_layer={"0": {"window": 8}, "1": {"window": 9}})
+    assert bytes_of(config, own, checkpointing=False) == bytes_of(
+        config, MemoryConfig("joint", 8, S), checkpointing=False
+    )
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,8 @@ def test_wrong_tensors_are_named(edit: str, base: PreTrainedModel, tmp_path: Pat
     ("changes", "message"),
     [
         ({"_ahn_implementation": "Mamba"}, "'Mamba' is not one of .*did you mean 'Mamba2'"),
-        ({"_ahn_implementation": None}, "not published AHN weights"),
-        ({"use_q_proj": True}, "use_q_proj=True, which is not supported"),
+        ({"_ahn_implementation": None}, "give the folder of published AHN weights"),
+        ({"use_q_proj": True}, "use_q_proj=True, which Retrofit cannot convert"),
         ({"fa_layer_ids": "0,1"}, "fa_layer_ids='0,1'"),
         ({"num_hidden_layers": 36}, "num_hidden_layers=36, this base has 2"),
         ({"rope_theta": 1e6}, "rope_theta=1000000.0, this base has 10000.0"),

@@ -185,7 +185,7 @@ def test_what_is_no_adapter_and_no_model(hub: HubServer, adapter: Path, make_bas
         with pytest.raises(RetrofitError, match="neither an adapter nor an exported model: give DIR/adapter"):
             retrofit.push_folder(folder, "user/first")
     (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(RetrofitError, match="not a whole adapter"):
+    with pytest.raises(RetrofitError, match="save the whole adapter again"):
         retrofit.push_folder(adapter, "user/first")
     assert not hub.requests
 

@@ -66,7 +66,7 @@ def test_no_such_id(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_checkpoint_folder(pristine: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(RetrofitError, match="is a file: give the checkpoint's folder"):
         load_base(str(pristine["base"] / "config.json"))
-    with pytest.raises(RetrofitError, match=r"has no config\.json and no GGUF file: it is not a checkpoint folder"):
+    with pytest.raises(RetrofitError, match=r"has no config\.json and no GGUF file: give a checkpoint folder"):
         load_base(str(tmp_path))
     with pytest.raises(RetrofitError, match=r"'' has no config\.json"):
         load_base("")

@@ -76,6 +76,17 @@ def test_an_adapter_returns_to_the_same_base(quantised: Any, tmp_path: Path) -> 
     assert torch.equal(logits(retrofit.load_adapter(quantised, tmp_path / "adapter"), IDS), logits(model, IDS))
 
 
+def test_rows_by_need_of_a_quantised_base_are_saved(quantised: Any, tmp_path: Path) -> None:
+    model = retrofit.patch(quantised, "expected", 8, 2, rows=9, bits=4, shares="need").eval()
+    retrofit.calibrate(model, [tokens(1, 80)])
+    rows = [memory.rows for memory in model.model.memories().values()]
+    assert sum(map(sum, rows)) == 36
+    retrofit.save_adapter(model, tmp_path / "adapter")
+    again = retrofit.load_adapter(quantised, tmp_path / "adapter").eval()
+    assert [memory.rows for memory in again.model.memories().values()] == rows
+    assert torch.equal(logits(again, IDS), logits(model, IDS))
+
+
 def test_an_adapter_moves_to_the_full_base_with_a_note(
     quantised: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

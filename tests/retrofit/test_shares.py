@@ -1,5 +1,7 @@
 """Rows by need: what a head would lose is what it loses, the rows go where they are missed, and they are saved."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from torch import Tensor
 
 import retrofit
 from patches.errors import RetrofitError
-from retrofit.calibration import PARTS, calibrate
+from retrofit.calibration import PARTS, calibrate, measure_needs
 from retrofit.evaluation.scores import evaluate
 from retrofit.shares import GRID, divide
 from tests.conftest import tiny_base
@@ -171,10 +173,42 @@ def test_rows_that_layers_were_given_are_what_shares_begin_from(monkeypatch: pyt
 
 
 class Found:
-    """A score that is best for the rows that were set."""
+    """A score that is best for certain rows, those that were set."""
 
-    def __init__(self, model: Any):
-        self.mean_kl = float(of_each(model) != [(9, 9), (3, 3)])
+    def __init__(self, model: Any, best: Sequence[tuple[int, ...]] = ((9, 9), (3, 3))):
+        self.mean_kl = float(of_each(model) != list(best))
+
+
+def test_even_shares_are_tried_however_often_a_model_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, even = by_need(tiny_base("Llama")), [(9, 9), (9, 9)]
+    assert of_each(model) != even
+    monkeypatch.setattr("retrofit.calibration.PARTS", PARTS)
+    monkeypatch.setattr("retrofit.calibration.evaluate", lambda models, *_, **__: {"": Found(models[""], even)})
+    calibrate(model, [tokens(1, LENGTH, seed=3)])
+    assert of_each(model) == even
+
+
+def test_beside_a_lora_needs_are_those_of_the_merged_base(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base, ids = tiny_base("Llama"), [tokens(1, LENGTH, seed=3)]
+    before = measure_needs(by_need(base, bits=4), ids).losses[0]
+    model = retrofit.patch(base, "expected", WINDOW, SINKS, rows=9, bits=4, shares="need").eval()
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, lora)
+    calibrate(adapted, ids)
+    rows, whole, lost = of_each(model), logits(adapted, ids[0]), measure_needs(adapted, ids).losses[0]
+    assert not torch.allclose(lost, before, rtol=0.1)
+    retrofit.save_adapter(model, tmp_path / "adapter")
+    adapted.save_pretrained(tmp_path / "lora")
+    merged = adapted.merge_and_unload()
+    calibrate(merged, ids)
+    assert of_each(merged) == rows
+    torch.testing.assert_close(measure_needs(merged, ids).losses[0], lost, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(logits(merged, ids[0]), whole, atol=2e-4, rtol=0)
+    again = peft.PeftModel.from_pretrained(
+        retrofit.load_adapter(tiny_base("Llama"), tmp_path / "adapter"), tmp_path / "lora"
+    )
+    assert torch.equal(logits(again.eval(), ids[0]), whole)
 
 
 @pytest.mark.parametrize("length", [12, 20])

@@ -50,7 +50,7 @@ def test_longbench_rows_become_samples(tmp_path, byte_tokenizer):
     assert first.prompt.startswith("Answer the question based on the given passages.")
     assert first.prompt.endswith("\n\nQuestion: WHO?\nAnswer:")
     assert "\nTHE {TEXT}\n" in first.prompt
-    assert (first.task, first.id, second.id) == ("hotpotqa", "0", "1")
+    assert (first.id, second.id) == ("0", "1")
     assert (first.answers, first.max_new_tokens, first.meta) == (("Ann", "Annie"), 32, {"language": "en"})
     assert "\n\nQuestion" in first.stop
     assert task.metric("It was Annie", first) == pytest.approx(1 / 2)  # P 1/3, R 1

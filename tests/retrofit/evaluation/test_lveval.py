@@ -7,7 +7,7 @@ from retrofit.evaluation.samples import Sample
 
 
 def sample(*answers: str, keywords: str | None = None) -> Sample:
-    return Sample("t", "0", "p", answers, meta={"keywords": keywords} if keywords else {})
+    return Sample("0", "p", answers, meta={"keywords": keywords} if keywords else {})
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from retrofit.evaluation.samples import Sample
 
 
 def sample(*answers: str) -> Sample:
-    return Sample("task", "0", "prompt", answers)
+    return Sample("0", "prompt", answers)
 
 
 def test_words_are_lower_case_without_punctuation_and_articles():

@@ -82,8 +82,8 @@ def test_no_more_than_a_chunk_is_read_at_once(base):
     ("arguments", "says"),
     [
         ({"policies": ["tovar"]}, r"did you mean 'tova'\?"),
-        ({"sizes": [4]}, "smallest that these policies can be made of is 5"),
-        ({"sizes": [1], "policies": ["tova"]}, "is 2"),
+        ({"sizes": [4]}, "these policies need 5 or more"),
+        ({"sizes": [1], "policies": ["tova"]}, "need 2 or more"),
     ],
 )
 def test_what_cannot_be_made_is_said(base, arguments, says):

@@ -114,7 +114,7 @@ def test_a_chat_prompt_begins_once(adds: bool, byte_tokenizer: PreTrainedTokeniz
     for sample in (sample for task in [published, *tasks] for sample in task.samples):
         ids = read_prompt(tokenizer, sample)[0].tolist()
         assert ids[0] == tokenizer.bos_token_id
-        assert ids.count(tokenizer.bos_token_id) == 1, sample.task
+        assert ids.count(tokenizer.bos_token_id) == 1, sample.prompt
 
 
 def test_a_template_that_refuses(byte_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -129,7 +129,7 @@ def test_a_template_that_refuses(byte_tokenizer: PreTrainedTokenizerFast) -> Non
 def test_what_cannot_be_asked(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(RetrofitError, match=r"probe: 'niah_single_4' is not one of .*did you mean 'niah_single_"):
         made("niah_single_4", byte_tokenizer)
-    with pytest.raises(RetrofitError, match="each lies between 0"):
+    with pytest.raises(RetrofitError, match="give numbers from 0"):
         made("passkey", byte_tokenizer, depths=(1.5,))
     with pytest.raises(RetrofitError, match="niah_single_1 does not fit into 300 tokens: ask for"):
         made("niah_single_1", byte_tokenizer, 300)

@@ -81,7 +81,7 @@ def test_mmlu_has_examples_of_its_own_subject(asked: Path) -> None:
 
 
 def test_the_last_number_counts() -> None:
-    sample = Sample("gsm8k", "0", "", ("1200",))
+    sample = Sample("0", "", ("1200",))
     said = {"So 3 and 1,200.": 1, "The answer is 1200.0": 1, "1200 less 1": 0, "no number": 0, "-1200": 0}
     assert {text: last_number(text, sample) for text in said} == said
 
@@ -134,7 +134,7 @@ def test_what_fits_is_untouched_and_what_the_teacher_cannot_is_said(
     rows = contenders({"ahn-gdn": awake(make_base("Qwen2", vocab_size=len(byte_tokenizer)), "ahn-gdn")})
     assert [row.name for row in rows] == ["teacher", "window-only", EQUAL, "ahn-gdn"]
     assert rows[2].window == 8 + 4 * 16 * 16 // (2 * 2 * 16)
-    short = [Sample("t", str(at), f"Q{at}", ("no",), 4, meta={"chance": 0.0}) for at in range(4)]
+    short = [Sample(str(at), f"Q{at}", ("no",), 4, meta={"chance": 0.0}) for at in range(4)]
     # ten tokens of S + W; the byte tokenizer begins no text with one
     long = [replace(sample, id=f"l{sample.id}", prompt="a much longer question?") for sample in short]
     chosen = [replace(sample, id=f"c{sample.id}", choices=("ab", "cd"), answers=("ab", "cd")) for sample in short]

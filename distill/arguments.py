@@ -60,7 +60,7 @@ class DistillArguments(TrainingArguments):
             if key.argument == name and name in DistillArguments.__annotations__:
                 setattr(self, name, key.check(getattr(self, name)))
         if self.data_seed is None:
-            # the order of the rows would otherwise hang on the process's random state, which a resumed run has not
+            # the order of the rows would otherwise depend on the process's random state, which a resumed run has not
             self.data_seed = self.seed
         # transformers would look for eval_loss, which we do not log, and take the largest KL for the best
         chooses = self.load_best_model_at_end or self.save_strategy == "best"

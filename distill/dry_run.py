@@ -166,7 +166,7 @@ def table(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) ->
 
 
 def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) -> list[str]:
-    """The figures that hang on nothing but the recipe, in words, and how far they can be trusted."""
+    """The figures that depend on nothing but the recipe, in words, and how far they can be trusted."""
     totals = Counter({W + S: 0 for W, S in plan.windows})
     for (W, S), count in plan.windows.items():
         totals[W + S] += count

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from patches.errors import RetrofitError, nearest
+from patches.options import LARGEST
 from retrofit.import_guard import HERE
 from retrofit.plain_yaml import parse_yaml
-from retrofit.settings import LARGEST, Checked, setting, settings
+from retrofit.settings import Checked, setting, settings
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import elu, normalize
+from torch.nn.functional import elu
 from transformers import initialization as init
 
 from .cache import MemoryCacheLayer, plain_stream
@@ -18,13 +18,12 @@ from .errors import RetrofitError, one_of
 from .frames import Frame, sink_attention
 from .kvm_blocks import Rule, attend_blocks, no_rows
 from .kvm_budget import Budget, Schedule, schedule
-from .kvm_rows import absorb, prepare, read_rows
+from .kvm_rows import RotaryKeys, absorb, prepare, read_rows
 from .memory import Joined, Kept, Memory
 from .merged_softmax import join, look
 from .modules import WideLinear
 from .options import Options, above_zero, true_or_false, whole_number
 from .precision import cast, wide
-from .rotary import rotate, unrotate
 from .step import Pass, Step
 
 CHUNK = 256  # the paper's, and the most that is chosen unasked
@@ -69,67 +68,6 @@ class KVMOptions(Options):
         if self.exponent > 1:
             raise RetrofitError(f"exponent={self.exponent}: rows cannot be more than tokens: choose 1 or less")
         true_or_false("gate_appends", self.gate_appends)
-
-
-@dataclass
-class RotaryKeys:
-    """Keys of a base that rotates all their channels and does not normalise them.
-
-    Sums hold keys turned back to position 0 and without the projection's bias, which all keys share and which would
-    make all of them alike. Likeness is the cosine. A row is read with the length of its founder, with the bias, and
-    turned to a position: a row of one token is that token's key.
-
-    Attributes:
-        now: the pass, for the model's tables.
-        origin: rotary position of index 0 in each row ``(1 or B, 1)``.
-        bias: of the key projection ``(H_kv, 1, D)``, or None.
-        positions: as in :class:`KVMOptions`.
-    """
-
-    now: Pass
-    origin: Tensor
-    bias: Tensor | None
-    positions: str
-    cosine = True
-
-    def written(self, k: Tensor, index: Tensor) -> Tensor:
-        k = k.to(wide(k.dtype))
-        key = unrotate(k, *self._tables(index, k.dtype))
-        return key if self.bias is None else key - self.bias
-
-    def probe(self, key: Tensor) -> Tensor:
-        return normalize(key, dim=-1)
-
-    def address(self, sums: Tensor) -> Tensor:
-        return normalize(sums, dim=-1)
-
-    def read(self, sums: Tensor, length: Tensor, index: Tensor, edge: Tensor) -> Tensor:
-        key = length * normalize(sums, dim=-1)
-        if self.bias is not None:
-            key = key + self.bias
-        if self.positions == "row":
-            index = index.squeeze(-1)  # (B, N, H, M)
-        elif self.positions == "edge":
-            index = edge[:, :, None, None]
-        else:
-            index = self._zero()[:, :, None, None]
-        cos, sin = (x.unflatten(1, index.shape[1:]) for x in self._tables(index.flatten(1), key.dtype))
-        return rotate(key.unsqueeze(1), cos, sin).squeeze(1)
-
-    def queries(self, q: Tensor, index: Tensor) -> Tensor | None:
-        if self.positions != "nope":
-            return None
-        dtype = wide(q.dtype)
-        moved = unrotate(q.to(dtype), *self._tables(index, dtype))
-        return rotate(moved, *self._tables(self._zero(), dtype)).to(q.dtype)
-
-    def _tables(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cos, sin = self.now.turn(index + self.origin)
-        return cast(cos, dtype), cast(sin, dtype)
-
-    def _zero(self) -> Tensor:
-        """The index ``(1 or B, 1)`` that has rotary position 0: where queries and rows meet without any."""
-        return -self.origin
 
 
 class KVM(Memory):

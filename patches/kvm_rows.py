@@ -15,6 +15,9 @@ from torch.nn.functional import pad as fill
 
 from .kernels import choose as kernel
 from .kvm_merge import add_to_rows, first_best, roundings
+from .precision import cast, wide
+from .rotary import rotate, unrotate
+from .step import Pass
 
 
 class Keys(Protocol):
@@ -50,8 +53,69 @@ class Keys(Protocol):
 
 
 @dataclass
+class RotaryKeys:
+    """Keys of a base that rotates all their channels and does not normalise them.
+
+    Sums hold keys turned back to position 0 and without the projection's bias, which all keys share and which would
+    make all of them alike. Likeness is the cosine. A row is read with the length of its founder, with the bias, and
+    turned to a position: a row of one token is that token's key.
+
+    Attributes:
+        now: the pass, for the model's tables.
+        origin: rotary position of index 0 in each row ``(1 or B, 1)``.
+        bias: of the key projection ``(H_kv, 1, D)``, or None.
+        positions: as in :class:`patches.kvm.KVMOptions`.
+    """
+
+    now: Pass
+    origin: Tensor
+    bias: Tensor | None
+    positions: str
+    cosine = True
+
+    def written(self, k: Tensor, index: Tensor) -> Tensor:
+        k = k.to(wide(k.dtype))
+        key = unrotate(k, *self._tables(index, k.dtype))
+        return key if self.bias is None else key - self.bias
+
+    def probe(self, key: Tensor) -> Tensor:
+        return normalize(key, dim=-1)
+
+    def address(self, sums: Tensor) -> Tensor:
+        return normalize(sums, dim=-1)
+
+    def read(self, sums: Tensor, length: Tensor, index: Tensor, edge: Tensor) -> Tensor:
+        key = length * normalize(sums, dim=-1)
+        if self.bias is not None:
+            key = key + self.bias
+        if self.positions == "row":
+            index = index.squeeze(-1)  # (B, N, H, M)
+        elif self.positions == "edge":
+            index = edge[:, :, None, None]
+        else:
+            index = self._zero()[:, :, None, None]
+        cos, sin = (x.unflatten(1, index.shape[1:]) for x in self._tables(index.flatten(1), key.dtype))
+        return rotate(key.unsqueeze(1), cos, sin).squeeze(1)
+
+    def queries(self, q: Tensor, index: Tensor) -> Tensor | None:
+        if self.positions != "nope":
+            return None
+        dtype = wide(q.dtype)
+        moved = unrotate(q.to(dtype), *self._tables(index, dtype))
+        return rotate(moved, *self._tables(self._zero(), dtype)).to(q.dtype)
+
+    def _tables(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = self.now.turn(index + self.origin)
+        return cast(cos, dtype), cast(sin, dtype)
+
+    def _zero(self) -> Tensor:
+        """The index ``(1 or B, 1)`` that has rotary position 0: where queries and rows meet without any."""
+        return -self.origin
+
+
+@dataclass
 class Blocks:
-    """``N`` blocks of tokens ready to be written; what does not hang on the choice of rows is computed for all at once.
+    """``N`` blocks of tokens ready to be written; what does not depend on which rows are chosen is computed for all.
 
     Attributes:
         key: what is summed, ``(N, B, H_kv, C, D)``.
@@ -162,7 +226,7 @@ def choose(
     """The row of each token of a block ``(B, H_kv, C)``, and whether it founds it (None: none does).
 
     Arguments as :func:`absorb`. Ties go to the earlier token and to the first row. What differs by a few roundings is a
-    tie: in a model's first layer equal tokens have equal keys, and which of them is chosen must not hang on how a
+    tie: in a model's first layer equal tokens have equal keys, and which of them is chosen must not depend on how a
     product was computed.
     """
     probe, M = blocks.probe[number], rows.shape[2]

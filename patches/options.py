@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from .errors import RetrofitError, nearest
 
-MOST = 2**31  # no text is as long; beyond it torch counts no elements everywhere
+LARGEST = 2**31 - 1  # of a whole number: counters and tensors take no more everywhere, and no text is as long
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Options:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> None:
-    """Refuse a ``value`` that is not a whole number, ``least`` or more and below ``MOST``."""
+    """Refuse a ``value`` that is not a whole number, ``least`` or more and at most ``LARGEST``."""
     if type(value) is not int or value < least:
         raise RetrofitError(f"{name}={value!r}: give a whole number, {least} or more")
-    if value >= MOST:
-        raise RetrofitError(f"{name}={value}: give a whole number below {MOST}")
+    if value > LARGEST:
+        raise RetrofitError(f"{name}={value}: give a whole number, {LARGEST} at most")
 
 
 def above_zero(name: str, value: Any) -> None:

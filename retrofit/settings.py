@@ -12,9 +12,9 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from patches.errors import RetrofitError, one_of
+from patches.options import LARGEST
 from retrofit.plain_yaml import parse_yaml
 
-LARGEST = 2**31 - 1  # of a whole number without a limit of its own: counters and tensors take no more everywhere
 WORDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",

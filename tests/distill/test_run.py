@@ -21,8 +21,9 @@ from distill.checkpoint import checkpoints, damage, write_checksums
 from distill.recipe import Recipe
 from distill.resume import last_whole
 from patches.errors import RetrofitError
+from patches.options import LARGEST
 from retrofit.adapter import WEIGHTS
-from retrofit.settings import LARGEST, settings
+from retrofit.settings import settings
 
 MakeBase = Callable[..., PreTrainedModel]
 

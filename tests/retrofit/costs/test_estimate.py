@@ -214,7 +214,7 @@ def test_the_table_stands_in_for_a_hub_that_cannot_be_reached(monkeypatch: pytes
     [
         ({"memory": "ahn-gnd"}, "did you mean 'ahn-gdn'"),
         ({"length": 0}, "1 or more"),
-        ({"length": 2**61}, "give a whole number below"),
+        ({"length": 2**61}, "give a whole number, 2147483647 at most"),
         ({"dtype": "int8"}, "'int8' is not one of"),
         ({"layers": [99]}, "is not a layer of this base"),
         ({"slots": 2}, "has no option 'slots'"),

@@ -1,6 +1,7 @@
 """One run from recipe to results: load the base, patch it, fit the memory, score it, write everything to one folder."""
 
 import math
+import os
 import platform
 import shlex
 import shutil
@@ -156,9 +157,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
             raise  # before the first step: there is nothing to resume
         saved = checkpoints(output)
         at = f"at step {step_of(saved[-1])} of {recipe.steps}" if saved else "before its first checkpoint"
-        again = f"retrofit distill {shlex.quote(str(output / RECIPE_FILE))} --resume"
-        if processes.count > 1:
-            again += f" --nproc {processes.count}"
+        again = how_to_resume(output, processes.count)
         console.print(f"stopped {at}; continue with:\n  {again}", highlight=False, soft_wrap=True)
         processes.leave()
         raise SystemExit(EXIT_STATUS) from None
@@ -191,7 +190,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         export_model(model, output / "model", tokenizer, overwrite=True, details=details)
         write_json(output / "metrics.json", finite(metrics))  # a gradient's norm in the curve may be infinite
         if recipe.push_to:
-            PushAdapter(recipe.push_to, console).push(output / "adapter", "The fitted memory")
+            PushAdapter(recipe.push_to, console, processes).push(output / "adapter", "The fitted memory")
         print_table(title(recipe, split), rows, COLUMNS)
     processes.leave()
     return metrics if processes.main else {}
@@ -202,6 +201,18 @@ def steps_of(recipe: Recipe, rows: int, processes: int) -> int:
     assert recipe.epochs is not None
     batches = -(-rows // (recipe.batch_size * processes))
     return max(1, math.ceil(recipe.epochs * -(-batches // recipe.gradient_accumulation_steps)))
+
+
+def how_to_resume(output: Path, processes: int) -> str:
+    """The command that continues the run in ``output`` in so many processes on all machines."""
+    command = f"retrofit distill {shlex.quote(str(output / RECIPE_FILE))} --resume"
+    if processes == 1:
+        return command
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    command += f" --nproc {here}"
+    if here < processes:
+        command += f" --nnodes {processes // here} --node-rank NUMBER --master-addr ADDRESS"
+    return command
 
 
 def _clear(output: Path) -> None:
@@ -274,7 +285,7 @@ class _Fit:
         if recipe.patience:
             trainer.add_callback(Patience(recipe.patience))
         if recipe.push_to:
-            trainer.add_callback(PushAdapter(recipe.push_to, self.console))
+            trainer.add_callback(PushAdapter(recipe.push_to, self.console, self.processes))
         trainer.add_callback(RunLog(Path(args.output_dir) / "log.jsonl"))
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         with (

@@ -123,11 +123,11 @@ def _launch_once(command: list[str], machines: Machines, count: int) -> _Failed 
                 errors.append(error)
 
         # in a thread of its own, since the agent answers signals in the main thread by killing after 30 seconds
-        agent = threading.Thread(target=run, daemon=True)
+        agent, watch = threading.Thread(target=run, daemon=True), pulse.Watch(turns)
         agent.start()
         while agent.is_alive():
             agent.join(1)
-            if hung is None and (hung := pulse.hanging(turns)) is not None:
+            if hung is None and (hung := watch.look()) is not None:
                 with suppress(ProcessLookupError):  # it may just have ended
                     os.kill(hung, signal.SIGKILL)
         if not errors:
@@ -178,7 +178,8 @@ def _relayed_signals() -> Iterator[list[int]]:
         for process in processes:
             process.send_signal(signal.SIGTERM)
 
-    before = {number: signal.signal(number, relay) for number in RELAYED}
+    heard = [number for number in RELAYED if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+    before = {number: signal.signal(number, relay) for number in heard}
     try:
         yield received
     finally:

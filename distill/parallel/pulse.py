@@ -1,14 +1,13 @@
 """Which of several processes hangs: each counts its turns in a file, and the launcher looks for one that stays behind.
 
-In a step all processes do the same, and each waits for all. So one that has counted less than another, which has waited
-for it for ``LIMIT``, does not go on. (Where all have counted the same, ``IN_STEP`` of processes.py ends them.)
+In a step all processes do the same, and each waits for all. So one that counts no further for ``LIMIT``, while another
+has counted more and waits for it, hangs. (Where all have counted the same, ``IN_STEP`` of processes.py ends them.)
 """
 
 import os
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -32,7 +31,8 @@ def beat() -> None:
     """Count a turn: before and after everything that may take long or wait for others."""
     folder = os.environ.get(FOLDER)
     if folder is not None:
-        Path(folder, os.environ["LOCAL_RANK"]).write_text(f"{next(TURNS)} {os.getpid()}\n", encoding="utf-8")
+        with suppress(OSError):  # where nothing can be written, nobody can be watched, and the run goes on
+            Path(folder, os.environ["LOCAL_RANK"]).write_text(f"{next(TURNS)} {os.getpid()}\n", encoding="utf-8")
 
 
 def rest() -> None:
@@ -42,19 +42,24 @@ def rest() -> None:
         Path(folder, os.environ["LOCAL_RANK"]).unlink(missing_ok=True)
 
 
-def hanging(folder: Path) -> int | None:
-    """The process (its number in the system) that others have waited for too long; None if there is none."""
-    found = []  # turns, process, time of the last turn
-    for file in folder.iterdir():
-        try:
-            text, when = file.read_text(encoding="utf-8"), file.stat().st_mtime
-        except FileNotFoundError:
-            continue
-        if text.endswith("\n"):  # not just being written
-            turns, process = map(int, text.split())
-            found.append((turns, process, when))
-    if not found:
-        return None
-    least, process, _ = min(found)
-    waiting = [when for turns, _, when in found if turns > least]
-    return process if waiting and time.time() - min(waiting) > LIMIT else None
+class Watch:
+    """Looks at ``folder`` once a second and counts its looks, because clocks go on while a machine or a job sleeps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._last: tuple[int, int] | None = None  # turns and process of the one that stayed behind
+        self._looks = 0  # at which it was the same one
+
+    def look(self) -> int | None:
+        """The process (its number in the system) that others have waited for too long; None if there is none."""
+        found = []
+        for file in self.folder.iterdir():
+            with suppress(FileNotFoundError):
+                text = file.read_text(encoding="utf-8")
+                if text.endswith("\n"):  # not just being written
+                    turns, process = map(int, text.split())
+                    found.append((turns, process))
+        behind = min(found) if found and min(found)[0] < max(found)[0] else None
+        self._looks = self._looks + 1 if behind == self._last else 0
+        self._last = behind
+        return behind[1] if behind and self._looks >= LIMIT else None

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import retrofit
 from distill import distill
 from distill.recipe import Recipe
+from distill.run import how_to_resume
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS
 from retrofit.convert import published_name
@@ -106,3 +107,20 @@ def test_a_memory_that_calibrates_is_calibrated_once(recipe: Recipe, monkeypatch
     distill(again, resume=True)
     resumed = load_file(Path(str(again.output)) / "adapter" / WEIGHTS)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("processes", "here", "flags"),
+    [
+        (1, None, ""),
+        (4, "4", " --nproc 4"),
+        (16, "8", " --nproc 8 --nnodes 2 --node-rank NUMBER --master-addr ADDRESS"),
+    ],
+)
+def test_a_stopped_run_says_how_its_machines_go_on(
+    monkeypatch: pytest.MonkeyPatch, processes: int, here: str | None, flags: str
+) -> None:
+    if here is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    said = how_to_resume(Path("runs/my first"), processes)
+    assert said == f"retrofit distill 'runs/my first/recipe.yaml' --resume{flags}"

@@ -1,5 +1,6 @@
 """Launching, with processes that do nothing but end in some way: what the command then says, and with which status."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -122,6 +123,70 @@ time.sleep(60)
     with pytest.raises(RetrofitError, match=r"^process 1 hung: the others waited for it .*--resume continues"):
         launch(script(tmp_path, code), TWO)
     assert 5 < time.monotonic() - began < 50
+
+
+def test_only_what_the_launcher_sees_itself_counts_as_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "LIMIT", 2.0)
+    monkeypatch.setenv(pulse.FOLDER, str(tmp_path))
+    watch = pulse.Watch(tmp_path)
+
+    def counted(**turns: int) -> int | None:
+        for name, turn in turns.items():
+            (tmp_path / name).write_text(f"{turn} {100 + turn}\n")
+            os.utime(tmp_path / name, (0, 0))  # however long ago: the machine may have slept
+        return watch.look()
+
+    assert [counted(a=7, b=7) for _ in range(5)] == [None] * 5
+    assert [counted(a=7, b=8), counted(), counted(), counted()] == [None, None, 107, 107]
+    assert [counted(a=9), counted(), counted(), counted(b=9)] == [None, None, 108, None]
+    assert [counted(), counted()] == [None, None]
+
+
+def test_a_pulse_that_cannot_be_written_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(pulse.FOLDER, str(tmp_path / "gone"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    pulse.beat()
+    pulse.rest()
+
+
+def test_a_closed_terminal_ends_no_run_under_nohup(tmp_path: Path) -> None:
+    code = f"""
+time.sleep(0 if second else 1)
+if second:
+    os.kill(os.getppid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGHUP)
+time.sleep(2)
+open(r'{tmp_path}/ended-' + os.environ['RANK'], 'w')
+"""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launch(script(tmp_path, code), TWO)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert len(list(tmp_path.glob("ended-*"))) == 2
+
+
+def test_a_slow_hub_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "LIMIT", 2.0)
+    code = """
+from datetime import timedelta
+from types import SimpleNamespace
+import torch
+from rich.console import Console
+from distill import callbacks
+from distill.parallel import processes, pulse
+processes.IN_STEP = timedelta(seconds=3)
+these = processes.join(deepspeed=False)
+callbacks.push_folder = lambda *_, **__: time.sleep(6)
+pulse.beat()
+state = SimpleNamespace(is_world_process_zero=not second, global_step=1)
+callbacks.PushAdapter('user/name', Console(), these).on_save(SimpleNamespace(output_dir='.'), state, None)
+pulse.beat()
+torch.distributed.all_reduce(torch.ones(1))
+these.leave()
+"""
+    launch(script(tmp_path, code), TWO)
 
 
 def test_what_one_process_says_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

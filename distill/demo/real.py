@@ -24,6 +24,7 @@ from transformers import set_seed
 import retrofit
 from distill.demo.real_fit import fit_beside
 from distill.demo.real_texts import base_and_tokenizer, read_texts, write_mix
+from patches.errors import RetrofitError
 from patches.kinds import build_memory, find_kind, new_memory
 from retrofit.calibration import measure_needs
 from retrofit.costs.held import row_bytes
@@ -341,4 +342,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="score window-only and these ways alone")
     given = parser.parse_args()
     sizes = Sizes(given.window, given.length, given.rows, given.every, tuple(given.only))
-    main(given.output, given.base, given.dtype, sizes, given.choose, given.kinds)
+    try:
+        main(given.output, given.base, given.dtype, sizes, given.choose, given.kinds)
+    except RetrofitError as error:
+        parser.exit(2, f"error: {error}\n")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from distill.resume import RECIPE_FILE
 from patches.errors import RetrofitError
 
 RECIPE = "smollm2-135m-joint"
@@ -17,7 +18,7 @@ def fit_beside(output: Path, say: Callable[[str], None]) -> Iterator[Callable[[]
     """Fit on one thread meanwhile; what is yielded waits for the end and gives the folder of the adapter.
 
     Reads base/ and mix.jsonl in ``output`` and writes joint/, which a cut run goes on from; leaving the context early
-    ends the process.
+    ends the process after the step at hand.
 
     Raises:
         RetrofitError: on waiting, if the fit failed.
@@ -25,12 +26,16 @@ def fit_beside(output: Path, say: Callable[[str], None]) -> Iterator[Callable[[]
     run, log = output / "joint", output / "joint.log"
     command = [sys.executable, "-m", "cli", "distill", RECIPE, "--base", str(output / "base")]
     command += ["--data", str(output / "mix.jsonl"), "--output", str(run)]
+    command += ["--resume" if (run / RECIPE_FILE).is_file() else "--overwrite"]  # all that a cut run leaves is ours
     process = None
-    if not (run / "adapter").is_dir():
+    if not (run / "metrics.json").is_file():  # is written last
         say(f"fitting {RECIPE} meanwhile, a quarter of an hour of one core; its progress is in {log}")
         with log.open("ab") as file:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
+            # in a session of its own: Ctrl-C reaches it once, below, and it leaves a checkpoint
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+            )
 
     def wait() -> Path:
         if process is not None and process.wait():

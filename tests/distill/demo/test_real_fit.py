@@ -1,6 +1,7 @@
 """``make real``'s fit in a process of its own: its adapter, its failures, and its end when nobody waits."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,20 @@ def output(checkpoint: Path, text: str, tmp_path: Path, monkeypatch: pytest.Monk
     return tmp_path
 
 
-def test_a_fit_runs_once(output: Path) -> None:
+def test_a_fit_runs_once_and_a_cut_one_goes_on(output: Path) -> None:
     said: list[str] = []
-    for _ in range(2):
+
+    def fitted() -> bytes:
         with real_fit.fit_beside(output, said.append) as wait:
-            assert (wait() / "adapter_model.safetensors").is_file()
+            return (wait() / "adapter_model.safetensors").read_bytes()
+
+    first = fitted()
+    assert fitted() == first
     assert len(said) == 1, "the second time there is nothing to fit"
+    for name in ("model", "adapter"):
+        shutil.rmtree(output / "joint" / name)
+    (output / "joint" / "metrics.json").unlink()
+    assert fitted() == first
 
 
 def test_a_failed_fit_names_its_log(output: Path) -> None:

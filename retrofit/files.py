@@ -160,13 +160,13 @@ def _taking_its_place(draft: Path, path: Path) -> Iterator[None]:
 
 
 def read_text(path: str | Path) -> str:
-    """A text file's contents, without the byte order mark that some editors begin one with.
+    """A text file's contents with its own line ends, without the byte order mark that some editors begin one with.
 
     Raises:
         RetrofitError: it cannot be read, or is not UTF-8.
     """
     try:
-        return at_home(path).read_text(encoding="utf-8-sig")
+        return at_home(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RetrofitError(f"{path} is not UTF-8 text (byte {error.start}): convert it first") from None
     except OSError as error:

@@ -82,10 +82,11 @@ def test_conversations_come_as_lists_of_messages(tmp_path: Path, write: Writer) 
     assert values(write(tmp_path, {"messages": chats}), "messages") == chats
 
 
-def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["w5 w6\n\nw7\n", "w5 w6\r\n\r\nw7\r\n"])
+def test_a_text_file_is_one_document_with_its_own_line_ends(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_text("w5 w6\n\nw7\n")
-    assert values(path) == ["w5 w6\n\nw7\n"]
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert values(path) == [text]
     with pytest.raises(RetrofitError, match="one document, which cannot be streamed"):
         open_source(str(path), streaming=True)
 

@@ -63,7 +63,7 @@ def trainer_of(folder: Path, batch: int, dtype: torch.dtype = torch.float32, **m
         **more,
     )
     data = rows()
-    return DistillTrainer(model, arguments, data, Uneven(data.rows[:5].flatten(), 70))
+    return DistillTrainer(model, arguments, data, Uneven(data.places[:5].flatten(), 70))
 
 
 def curve(trainer: DistillTrainer, key: str) -> list[float]:

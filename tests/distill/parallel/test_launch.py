@@ -55,12 +55,16 @@ if second:
     os.kill(os.getppid(), signal.SIGINT)
 time.sleep(60)
 """
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit) as stopped:
-        launch(script(tmp_path, code), TWO)
+    # a shell starts what runs in the background with SIGINT ignored, and an ignored signal is not handed on
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            launch(script(tmp_path, code), TWO)
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, outside)
     assert stopped.value.code == 130
     assert {path.name for path in tmp_path.glob("stopped-*")} == {"stopped-0", "stopped-1"}
-    assert signal.getsignal(signal.SIGINT) == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")

@@ -15,7 +15,7 @@ from patches.errors import RetrofitError
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed, new enough."""
-    monkeypatch.setattr(zero, "version", lambda _: "0.20.0")
+    monkeypatch.setattr(zero, "installed_version", lambda _: "0.20.0")
 
 
 @pytest.mark.usefixtures("installed")
@@ -85,13 +85,10 @@ def test_a_configuration_that_is_not_there_is_one_sentence() -> None:
 
 
 def test_deepspeed_that_is_missing_or_too_old_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise zero.PackageNotFoundError(name)
-
-    monkeypatch.setattr(zero, "version", missing)
+    monkeypatch.setattr(zero, "installed_version", lambda _: None)
     with pytest.raises(RetrofitError, match=r"deepspeed is not installed: pip install 'retrofit-lm\[deepspeed\]'"):
         find_config("zero2")
-    monkeypatch.setattr(zero, "version", lambda _: "0.18.9")
+    monkeypatch.setattr(zero, "installed_version", lambda _: "0.18.9")
     with pytest.raises(RetrofitError, match=r"deepspeed 0\.18\.9 is too old, 0\.19\.8 or newer is needed"):
         find_config("zero2")
 

@@ -87,7 +87,8 @@ def main(output: Path, base: str | None, dtype: str, sizes: Sizes, choose: bool,
     name, made = ("choice", candidates) if choose else ("table", contenders) if runs is None else ("kinds", untrained)
     ways = made(model.config, sizes.window)
     ways = {name: how for name, how in ways.items() if name == BARE or name in (sizes.only or ways)}
-    say(f"calibrating on {len(fitted)} rows of {fitted[0].shape[1]} tokens")
+    if any(how["memory"] == "expected" for how in ways.values()):
+        say(f"calibrating on {len(fitted)} rows of {fitted[0].shape[1]} tokens")
     models = patched(model, ways, fitted, sizes.window)
     for path in [] if runs is None else sorted(runs.glob("*/adapter")):
         models[path.parent.name] = retrofit.load_adapter(model, path).eval()

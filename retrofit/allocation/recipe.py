@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from patches.errors import RetrofitError, nearest
+from retrofit.files import read_text
 from retrofit.plain_yaml import parse_yaml
 
 KEYS = ("memory", "window", "sinks", "layers", "others", "options", "by_layer")
@@ -23,14 +24,7 @@ def read_memory(path: str | Path) -> dict[str, Any]:
     Raises:
         RetrofitError: it cannot be read, is no mapping, has other keys, or lacks ``memory`` or ``window``.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise RetrofitError(
-            f"{path} cannot be read ({reason}): give a file as `retrofit allocate` writes it"
-        ) from error
-    found = parse_yaml(text, str(path))
+    found = parse_yaml(read_text(path), str(path))
     if not isinstance(found, dict):
         raise RetrofitError(f"{path} is not a recipe: write KEY: VALUE lines with the keys {', '.join(KEYS)}")
     for key in found:

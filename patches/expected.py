@@ -80,7 +80,7 @@ class ExpectedAttention(WindowOnly):
     kind = "expected"
     writes_back = compiles = False
     joins_window = True
-    calibrates = True
+    calibrates = needs_texts = True
     size = "rows"
     Options = ExpectedOptions
     key_mean: Tensor  # of kept keys and values in few bits: of each channel (H_kv, D)

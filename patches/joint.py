@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
+from .joint_start import feature_maps, logit_weights, observe_heads, observe_mass, openness
 from .kernels import gated_delta_rule, linear_attention, per_state
 from .memory import Joined, Kept
 from .modules import HeadLinear, WideLinear
@@ -29,6 +30,7 @@ MASS_EPS = 1e-3  # beside the mass when the linear branch is read
 NO_MASS = 1e-30  # the log of a smaller mass is not told apart: it weighs nothing against any window
 FORGETTING = 3e-3  # decay per token, about, at the start
 MOST_FEATURES = 256  # of a key in flash-linear-attention's kernels
+DELTA_BEHIND = -3.0  # the delta branch's logit beside the linear one's at a start that is calculated
 OPENING = 10.0  # steepness of the gate that starts at zero; with 1 a short training ends before it is open
 
 
@@ -142,7 +144,7 @@ class JointMemory(WindowOnly):
     """Window and memory share one softmax: their weights come from the window's log-sum-exp and the memory's mass."""
 
     kind = "joint"
-    trainable = True
+    trainable = calibrates = True
     joins_window = needs_plain_queries = True
     Options = JointOptions
 
@@ -162,6 +164,7 @@ class JointMemory(WindowOnly):
         self.window_weight = nn.Parameter(torch.empty(self.heads))  # w
         if self.both:
             self.familiarity = nn.Parameter(torch.empty(self.heads))  # r
+        self._known: dict[str, Any] = {}  # of texts, while they are read
 
     def usual_features(self) -> int:
         """F where nothing is said."""
@@ -175,6 +178,36 @@ class JointMemory(WindowOnly):
         if self.delta is not None:
             self.delta.reset_parameters(logit=-1.0)
             init.zeros_(self.familiarity)
+
+    # ---- calibration: a start that is calculated ----
+
+    @torch.no_grad()
+    def observe(self, step: Step, again: bool) -> None:
+        """Look at a text: at what keys and queries are like, and ``again``, when maps are made, at what they give."""
+        if again:
+            observe_mass(self._known, self, step)
+        else:
+            observe_heads(self._known, step, self.window, self.sinks)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Calculate from what was observed since the last time: the linear branch's maps, or logits and openings."""
+        known, self._known = self._known, {}
+        if "k" in known:
+            group = self.heads // self.states
+            for state in range(self.states):
+                heads = slice(state * group, (state + 1) * group)
+                kv_head = state * self.kv_heads // self.states
+                q_map, k_map = feature_maps(known, heads, kv_head, self.features)
+                self.linear.q_map[heads] = q_map.to(self.linear.q_map.dtype)
+                self.linear.k_map[state] = k_map.to(self.linear.k_map.dtype)
+        elif "x" in known:
+            weight, bias = logit_weights(known)
+            for branch, logit in ((self.linear, 0.0), (self.delta, DELTA_BEHIND)):
+                if branch is not None:
+                    branch.logit.weight.copy_(weight)
+                    branch.logit.bias.copy_(bias + logit)
+            self.opening.copy_(openness(known).atanh() / OPENING)
 
     def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
         kept = Kept((self.states, self.features, self.head_dim + 1), wide(dtype))

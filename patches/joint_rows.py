@@ -44,6 +44,16 @@ class JointRows(JointMemory, ExpectedAttention):
         ExpectedAttention.reset_parameters(self)  # sets every parameter, those of the branches too
         JointMemory.reset_parameters(self)
 
+    def observe(self, step: Step, again: bool) -> None:
+        ExpectedAttention.observe(self, step, again)
+        JointMemory.observe(self, step, again)
+
+    def settle(self) -> None:
+        """What rows and state take over; the state stays closed, since what it reads was not held against the rows."""
+        ExpectedAttention.settle(self)
+        JointMemory.settle(self)
+        torch.nn.init.zeros_(self.opening)
+
     def usual_features(self) -> int:
         return max(1, super().usual_features() // 2)
 

@@ -39,6 +39,7 @@ class Memory(nn.Module):
         tf32: whether products of float32 numbers may be taken in TF32 on a GPU, as torch's global switch says.
         trainable: whether there is anything to distil.
         calibrates: whether it learns from texts that it is shown, by ``observe`` and ``settle``, without gradients.
+        needs_texts: whether it is of little use before that.
         needs_key_bias: whether it must know what the base adds to every key.
         needs_plain_queries: whether it must know queries as they were before their rotation.
         writes_back: whether each step changes the whole state, or only reads it.
@@ -51,6 +52,7 @@ class Memory(nn.Module):
     kind: ClassVar[str]
     trainable: ClassVar[bool] = True
     calibrates: ClassVar[bool] = False
+    needs_texts: ClassVar[bool] = False
     needs_key_bias: ClassVar[bool] = False
     needs_plain_queries: ClassVar[bool] = False
     writes_back: ClassVar[bool] = False

@@ -25,10 +25,12 @@ ROUNDS = 2  # first what the queries are like, then how the keys stand to them
 def calibrate(model: Any, texts: Iterable[Tensor]) -> None:
     """Show ``model``'s memories the queries, keys and values of its own teacher on some texts.
 
-    With ``shares="need"``, ``expected`` also learns how many of all rows each key/value head gets.
+    ``expected`` then knows which keys queries look at, and with ``shares="need"`` how many of all rows each key/value
+    head gets. ``joint`` gets a start that is calculated: what it had learned before is lost.
 
     Args:
-        model: a patched model whose memory ``calibrates`` (kinds ``expected`` and ``joint-rows``); changed in place.
+        model: a patched model whose memory ``calibrates`` (kinds ``expected``, ``joint`` and ``joint-rows``); changed
+            in place.
         texts: token ids ``(B, T)`` each, not padded; read twice, with full attention. Some 6,000 tokens of all the
             kinds of text that the model will meet are enough.
 
@@ -41,7 +43,7 @@ def calibrate(model: Any, texts: Iterable[Tensor]) -> None:
         raise RetrofitError("this model's memory has nothing to calibrate: fit it with `retrofit distill`")
     if not texts:
         raise RetrofitError("calibration needs texts to read: give one at least")
-    (shares, *others) = {memory.options.shares for memory in memories}
+    (shares, *others) = {getattr(memory.options, "shares", "even") for memory in memories}
     if others:
         raise RetrofitError("shares divides the rows of all layers: set it for all of them, not in by_layer")
     needs = _needs(body, texts) if shares == "need" else None

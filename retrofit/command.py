@@ -43,7 +43,9 @@ def patch(
     recipe: MemoryRecipe = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Text to calibrate `expected` or `joint-rows` on, of the kinds that the model will meet."),
+        typer.Option(
+            help="Text to calibrate `expected`, `joint` or `joint-rows` on, of the kinds that the model will meet."
+        ),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -58,13 +60,14 @@ def patch(
         memory = given["memory"]
     from patches.kinds import find_kind
 
-    calibrates = find_kind(memory).calibrates
-    if recipe is not None and data is not None and not calibrates:
+    kind = find_kind(memory)
+    if recipe is not None and data is not None and not kind.calibrates:
         typer.echo(f"note: memory {memory!r} has nothing to calibrate: {data} is not read", err=True)
         data = None
-    if calibrates != (data is not None):
-        needs = "measures queries on text: add --data FILE" if calibrates else "has nothing to calibrate: drop --data"
-        raise RetrofitError(f"memory {memory!r} {needs}")
+    if data is None and kind.needs_texts:
+        raise RetrofitError(f"memory {memory!r} measures queries on text: add --data FILE")
+    if data is not None and not kind.calibrates:
+        raise RetrofitError(f"memory {memory!r} has nothing to calibrate: drop --data")
 
     def build() -> Any:
         model = retrofit.patch(base, **given)

@@ -184,6 +184,11 @@ def test_patch_calibrates_on_text(byte_checkpoint: Path, out: Path, tmp_path: Pa
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert all(memory.level.abs().min() > 0 for memory in model.model.memories().values())
     refused(run("patch", byte_checkpoint, "-o", tmp_path / "b", "--window", 8, "--data", text), "drop --data")
+    for data in ((), ("--data", text)):  # of `joint` there is a start without texts, too
+        result = run("patch", byte_checkpoint, "-o", out, "--window", 8, "--memory", "joint", "--overwrite", *data)
+        assert result.exit_code == 0, result.output
+        model = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert all(memory.opening.any() == bool(data) for memory in model.model.memories().values())
 
 
 def test_patch_needs_no_tokenizer(out: Path, tmp_path: Path, make_base: Callable[..., PreTrainedModel]) -> None:

@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -87,23 +88,25 @@ def main(output: Path, base: str | None, dtype: str, sizes: Sizes, choose: bool,
     name, made = ("choice", candidates) if choose else ("table", contenders) if runs is None else ("kinds", untrained)
     ways = made(model.config, sizes.window)
     ways = {name: how for name, how in ways.items() if name == BARE or name in (sizes.only or ways)}
-    if any(how["memory"] == "expected" for how in ways.values()):
-        say(f"calibrating on {len(fitted)} rows of {fitted[0].shape[1]} tokens")
-    models = patched(model, ways, fitted, sizes.window)
-    for path in [] if runs is None else sorted(runs.glob("*/adapter")):
-        models[path.parent.name] = retrofit.load_adapter(model, path).eval()
     file = output / ("real.json" if name == "table" else f"{name}.json")
     settings = {"dtype": dtype, "window": sizes.window, "length": sizes.length, "sinks": SINKS, "every": sizes.every}
     settings |= {"base": base} if base else {}
-    if name == "table" and settings["window"] == Sizes.window and not (base or sizes.only):
+    fits = name == "table" and settings["window"] == Sizes.window and not (base or sizes.only)
+    if fits:
         write_mix(output, say)
-        with fit_beside(output, say) as fit:
-            scored(models, told, settings, file, say)
+    with fit_beside(output, say) if fits else nullcontext() as fit:
+        if any(how["memory"] == "expected" for how in ways.values()):
+            say(f"calibrating on {len(fitted)} rows of {fitted[0].shape[1]} tokens")
+        models = patched(model, ways, fitted, sizes.window)
+        for path in [] if runs is None else sorted(runs.glob("*/adapter")):
+            models[path.parent.name] = retrofit.load_adapter(model, path).eval()
+        rows = scored(models, told, settings, file, say)
+        if fit is not None:
             say("waiting for the fit")
             models[JOINT] = retrofit.load_adapter(model, fit()).eval()
-        page, _, _ = report(output / "joint")
-        say(f"{page} tells how the fit went")
-    rows = scored(models, told, settings, file, say)
+            page, _, _ = report(output / "joint")
+            say(f"{page} tells how the fit went")
+            rows = scored(models, told, settings, file, say)
     write_text(output / f"{name}.md", markdown(rows, models))
     write_json(output / f"{name}-means.json", list(table(rows, models)))
     columns = {"name": ("", ""), "mean": ("gap closed", ".3f"), "nll": ("of NLL", ".3f"), "kl_last": ("KL, end", ".4f")}

@@ -88,13 +88,21 @@ def test_a_run_reports_to_tensorboard(recipe: Recipe) -> None:
     assert list(Path(str(recipe.output)).rglob("events.out.tfevents*"))
 
 
-def test_a_memory_that_calibrates_is_calibrated_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the run's own rows, before the first step; a resumed run has the statistics from its checkpoint."""
-    of_heads = {"1": {"rows": [7, 2]}}
-    recipe = changed(recipe, memory="joint-rows", options={"rows": 5, "bits": 8}, by_layer=of_heads, local_steps=3)
+@pytest.mark.parametrize(
+    ("memory", "settings", "what"),
+    [
+        ("joint-rows", {"options": {"rows": 5, "bits": 8}, "by_layer": {"1": {"rows": [7, 2]}}}, "query_mean"),
+        ("joint", {}, "opening"),
+    ],
+)
+def test_a_memory_that_calibrates_is_calibrated_once(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, memory: str, settings: dict[str, Any], what: str
+) -> None:
+    """On the run's own rows, before the first step; a resumed run has it from its checkpoint."""
+    recipe = changed(recipe, memory=memory, local_steps=3, **settings)
     distill(recipe)
     whole = load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
-    measured = [tensor for name, tensor in whole.items() if name.endswith("query_mean")]
+    measured = [tensor for name, tensor in whole.items() if name.endswith(what)]
     assert measured
     assert all(tensor.any() for tensor in measured)
 

@@ -204,6 +204,6 @@ def test_options_out_of_range(options: dict[str, object], said: str) -> None:
 
 def test_nothing_to_calibrate() -> None:
     with pytest.raises(RetrofitError, match="nothing to calibrate"):
-        calibrate(retrofit.patch(tiny_base("Llama"), memory="joint", window=8), [tokens(1, 20)])
+        calibrate(retrofit.patch(tiny_base("Llama"), memory="ahn-gdn", window=8), [tokens(1, 20)])
     with pytest.raises(RetrofitError, match="needs texts"):
         calibrate(retrofit.patch(tiny_base("Llama"), memory="expected", window=8), [])

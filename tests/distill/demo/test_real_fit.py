@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from distill.demo import real_fit
 from patches.errors import RetrofitError
@@ -50,3 +51,15 @@ def test_nobody_waits_for_a_fit_that_was_left(output: Path) -> None:
     with pytest.raises(KeyError), real_fit.fit_beside(output, print):
         raise KeyError
     assert not (output / "joint" / "adapter").exists()
+
+
+def test_the_fit_has_a_core_to_itself(output: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with real_fit.fit_beside(output, print) as wait:
+            beside = torch.get_num_threads()
+            wait()
+            assert (beside, torch.get_num_threads()) == (2, 3)
+    finally:
+        torch.set_num_threads(before)

@@ -14,7 +14,7 @@ from patches.config import MemoryConfig
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit import adapter, convert
-from retrofit.calibration import calibrate
+from retrofit.calibration import LENGTH, calibrate
 from retrofit.hub_folder import fetch_folder
 
 CALIBRATED = 8192  # tokens
@@ -35,23 +35,30 @@ def build_model(recipe: Recipe, *, fresh: bool = False) -> Any:
     return model
 
 
-def calibrate_on(model: Any, rows: Any) -> None:
-    """Calibrate a fresh memory on ``CALIBRATED`` tokens of the training ``rows``, spread evenly over them.
+def calibrate_on(model: Any, rows: Any, device: str | None = None) -> None:
+    """Calibrate a fresh memory on training ``rows``: on ``CALIBRATED`` tokens, spread evenly over them.
 
-    Of a stream, its first rows are taken. Memories that have nothing to calibrate are left as they are.
+    Rows are cut to twice the memory's capacity, or ``LENGTH`` tokens. Of a stream, its first rows are taken. Memories
+    that have nothing to calibrate are left as they are.
+
+    Args:
+        device: where to do it and to leave the model; by default where it is.
     """
-    if not any(memory.calibrates for memory in model.model.memories().values()):
+    memories = [memory for memory in model.model.memories().values() if memory.calibrates]
+    if not memories:
         return
+    long = max(LENGTH, *(2 * memory.capacity for memory in memories))
     if isinstance(rows, Sized):
-        long = len(rows[0]["input_ids"])  # type: ignore[index]
-        count = min(len(rows), -(-CALIBRATED // long))
-        taken = [rows[index * len(rows) // count] for index in range(count)]  # type: ignore[index]
-    else:
-        taken, read, stream = [], 0, iter(rows)
-        while read < CALIBRATED and (row := next(stream, None)) is not None:
-            taken.append(row)
-            read += len(row["input_ids"])
-    calibrate(model, [torch.as_tensor(row["input_ids"]).long()[None] for row in taken])
+        shortest = min(long, len(rows[0]["input_ids"]))  # type: ignore[index]
+        count = min(len(rows), -(-CALIBRATED // shortest))
+        rows = (rows[index * len(rows) // count] for index in range(count))  # type: ignore[index]
+    taken, read = [], 0
+    for row in rows:
+        taken.append(torch.as_tensor(row["input_ids"]).long()[None, :long])
+        read += taken[-1].shape[1]
+        if read >= CALIBRATED:
+            break
+    calibrate(model if device is None else model.to(device), taken)
 
 
 def _patched(recipe: Recipe, fresh: bool) -> Any:

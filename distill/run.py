@@ -51,6 +51,7 @@ from retrofit.files import check_output, no_empty_folders, write_folder, write_j
 from retrofit.fingerprint import difference
 from retrofit.lm_head import gathered, is_shared
 from retrofit.loading import check_vocabulary, load_config, load_tokenizer
+from retrofit.quantised_bases import quantisation
 from retrofit.settings import settings
 from retrofit.table import finite, print_table
 
@@ -125,7 +126,9 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         check_same_data(output, found)
     model = build_model(recipe, fresh=checkpoint is not None)
     if checkpoint is None and recipe.init_adapter is None:
-        calibrate_on(model, split.train)
+        # ZeRO-3 and FSDP2 spread a model that is whole and on the CPU; so does torch itself with a quantised one
+        stays = recipe.fsdp or (engine or {}).get("zero_optimization", {}).get("stage") == 3
+        calibrate_on(model, split.train, None if stays or quantisation(model) else processes.device)
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):
         raise RetrofitError(
             f"the base of the run in {output} is not the one that it was started with ({other}): give that base"

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
-from .joint_start import feature_maps, logit_weights, observe_heads, observe_mass, openness
+from .joint_start import feature_maps, logits_and_openness, observe_heads, observe_mass
 from .kernels import gated_delta_rule, linear_attention, per_state
 from .memory import Joined, Kept
 from .modules import HeadLinear, WideLinear
@@ -30,7 +30,7 @@ MASS_EPS = 1e-3  # beside the mass when the linear branch is read
 NO_MASS = 1e-30  # the log of a smaller mass is not told apart: it weighs nothing against any window
 FORGETTING = 3e-3  # decay per token, about, at the start
 MOST_FEATURES = 256  # of a key in flash-linear-attention's kernels
-DELTA_BEHIND = -3.0  # the delta branch's logit beside the linear one's at a start that is calculated
+DELTA_LEAD = -3.0  # of the delta branch's logit over the linear one's, at a start that is calculated
 OPENING = 10.0  # steepness of the gate that starts at zero; with 1 a short training ends before it is open
 
 
@@ -183,31 +183,42 @@ class JointMemory(WindowOnly):
 
     @torch.no_grad()
     def observe(self, step: Step, again: bool) -> None:
-        """Look at a text: at what keys and queries are like, and ``again``, when maps are made, at what they give."""
+        """Look at a text: at what keys and queries are like, and ``again``, when maps are made, at what they give.
+
+        Of a text shorter than two windows the first half counts as gone.
+        """
+        window = min(self.window, (step.now.new - self.sinks) // 2)
+        if window < 1:
+            return
         if again:
-            observe_mass(self._known, self, step)
+            observe_mass(self._known, self, step, window)
         else:
-            observe_heads(self._known, step, self.window, self.sinks)
+            observe_heads(self._known, step, window, self.sinks)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Calculate from what was observed since the last time: the linear branch's maps, or logits and openings."""
+        """Calculate from what was observed since the last time: the linear branch's maps, or logits and openings.
+
+        Raises:
+            RetrofitError: no text was longer than the sinks.
+        """
         known, self._known = self._known, {}
+        if not known:
+            raise RetrofitError(f"no text is longer than {self.sinks + 1} tokens: calibrate on longer ones")
         if "k" in known:
             group = self.heads // self.states
             for state in range(self.states):
                 heads = slice(state * group, (state + 1) * group)
-                kv_head = state * self.kv_heads // self.states
-                q_map, k_map = feature_maps(known, heads, kv_head, self.features)
+                q_map, k_map = feature_maps(known, heads, state * self.kv_heads // self.states, self.features)
                 self.linear.q_map[heads] = q_map.to(self.linear.q_map.dtype)
                 self.linear.k_map[state] = k_map.to(self.linear.k_map.dtype)
-        elif "x" in known:
-            weight, bias = logit_weights(known)
-            for branch, logit in ((self.linear, 0.0), (self.delta, DELTA_BEHIND)):
-                if branch is not None:
-                    branch.logit.weight.copy_(weight)
-                    branch.logit.bias.copy_(bias + logit)
-            self.opening.copy_(openness(known).atanh() / OPENING)
+            return
+        weight, bias, openness = logits_and_openness(known)
+        self.opening.copy_(openness.atanh() / OPENING)
+        for branch, lead in ((self.linear, 0.0), (self.delta, DELTA_LEAD)):
+            if branch is not None:
+                branch.logit.weight.copy_(weight)
+                branch.logit.bias.copy_(bias + lead)
 
     def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
         kept = Kept((self.states, self.features, self.head_dim + 1), wide(dtype))

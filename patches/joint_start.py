@@ -1,11 +1,9 @@
-"""A start for ``joint``'s linear branch that is calculated from a few thousand tokens of text; see
-docs/memories/joint.md for what it is worth.
+"""A start for ``joint``'s linear branch that is calculated from a few thousand tokens of text: docs/memories/joint.md.
 
-Written without positions, a key meets the queries of a far position turned by the average rotation of the distances
-ahead: ``q . E k``. The keys of a text fall into F clusters, in a metric that tells them apart as far as queries do. A
-key's feature is the cluster in which it lies, a query's feature the attention that it would pay to the cluster's
-centre. So the branch reads what full attention would, with each key moved to its centre. What is left is the mass,
-which a least squares fit to the attention's input gives, and how far each head opens.
+On average over the distances beyond the window, a query q meets a key k as ``q . E k``. The keys of a text are put into
+F clusters. A query's feature is the attention that it would pay to a cluster's centre, a key's feature is the cluster
+in which it lies: so the branch reads what full attention would if each key lay at its centre. A regression on the
+attention's input gives the mass that is then missing, and each head opens as far as that helps.
 """
 
 import math
@@ -13,148 +11,156 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import one_hot, pad
 
 from .precision import wide
 from .rotary import rotate
 from .step import Pass, Step
 
 KEYS, QUERIES = 4096, 256  # of a text that are looked at, evenly spread over it
+MOST_KEYS, MOST_QUERIES = 32768, 2048  # of all texts together
 POWER = 0.5  # of the expected weight, with which a key counts in its cluster
-SHARPNESS = 0.2  # of clusters: the distance, in logits, at which a key begins to belong to two of them
+WIDTH = 0.2  # of the border between two clusters, in logits
 ROUNDS = 15  # of k-means
-RIDGE = 0.3  # times the mean square of the inputs
+RIDGE = 0.3  # of the regression, times the inputs' sum of squares
 LEAST_OPEN, MOST_OPEN = 0.02, 0.9
+LEAST = 1e-6  # a shorter value counts as one of this length
 SLICE = 64  # queries whose attention is written out at a time
-Known = dict[str, Any]
+Known = dict[str, Any]  # of one layer
 
 
 def mean_turn(now: Pass, first: int, last: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """E (D, D), by which a key (n, D) is multiplied from the right: its mean turn for queries ``first`` to ``last - 1``
-    positions later."""
-    ahead = torch.arange(first, last, device=now.device)[None]
-    cos, sin = (x.mean(1, keepdim=True).to(dtype) for x in now.turn(ahead))
-    units = torch.eye(dim, dtype=dtype, device=now.device)[None, None]
-    units = rotate(units, *(x.to(dtype) for x in now.turn_of_zero()))
-    return rotate(units, cos, -sin)[0, 0]
+    """E (D, D): keys (n, D) times it are met by queries ``first`` to ``last - 1`` positions later, on average."""
+
+    def turn() -> Tensor:
+        ahead = torch.arange(first, last, device=now.device)[None]
+        cos, sin = (x.mean(1, keepdim=True).to(dtype) for x in now.turn(ahead))
+        units = torch.eye(dim, dtype=dtype, device=now.device)[None, None]
+        units = rotate(units, *(x.to(dtype) for x in now.turn_of_zero()))
+        return rotate(units, cos, -sin)[0, 0]
+
+    return now.once(("mean turn", first, last, dtype), turn)
 
 
 def observe_heads(known: Known, step: Step, window: int, sinks: int) -> None:
-    """Add a text's keys, values' lengths and queries, none of them rotated, to what is ``known`` of a layer."""
-    k, q = (x.to(wide(x.dtype)) for x in (step.k, step.q))
-    every = -(-k.shape[2] // KEYS)
-    k, v = (x[:, :, sinks::every] for x in (k, step.v))  # a sink draws more attention than all others, and never leaves
-    length = v.to(k.dtype).norm(dim=-1)
-    q = q.transpose(0, 1).flatten(1, 2) * step.scale  # (H, tokens, D)
-    known.setdefault("k", []).append(k.transpose(0, 1).flatten(1, 2))
-    known.setdefault("length", []).append(length.transpose(0, 1).flatten(1))
-    for name, sums in (("n", q.shape[1]), ("q", q.double().sum(1)), ("qq", q.mT.double() @ q.double())):
+    """Add a text's keys, lengths of values and queries, none of them rotated, to what is ``known``."""
+    if sum(k.shape[1] for k in known.get("k", [])) >= MOST_KEYS:
+        return
+    every = -(-step.k.shape[2] // KEYS)
+    dtype = wide(step.k.dtype)
+    # a sink draws more attention than all others together, and never leaves
+    k, v = (x[:, :, sinks::every].transpose(0, 1).flatten(1, 2).to(dtype) for x in (step.k, step.v))
+    known.setdefault("k", []).append(k)
+    known.setdefault("length", []).append(v.norm(dim=-1).clamp_min(LEAST))
+    q = step.q.transpose(0, 1).flatten(1, 2).double() * step.scale  # (H, tokens, D)
+    for name, sums in (("n", q.shape[1]), ("q", q.sum(1)), ("qq", q.mT @ q)):
         known[name] = known.get(name, 0) + sums
-    last = max(window + step.now.new, known.get("last", 0))
-    if last != known.get("last"):
-        known |= {"last": last, "turn": mean_turn(step.now, window, last, q.shape[-1], q.dtype)}
-    known["scale"] = step.scale
+    longest = max(step.now.new, known.get("longest", 0))
+    turn = mean_turn(step.now, window, max(window + 1, longest - sinks), k.shape[-1], dtype)
+    known |= {"longest": longest, "turn": turn, "scale": step.scale}
 
 
 def feature_maps(known: Known, heads: slice, kv_head: int, features: int) -> tuple[Tensor, Tensor]:
-    """The maps of a state: of each of its query heads ``(G, D, F)``, and of its keys ``(D, F)``."""
+    """The maps of one state: of its query ``heads`` (D, F), the same for all of them, and of its keys (D, F)."""
     k, length = (torch.cat(known[name], 1)[kv_head] for name in ("k", "length"))
-    turn = known["turn"]
-    mean = (known["q"] / known["n"])[heads]
-    spread = _root((known["qq"] / known["n"])[heads] - mean.unsqueeze(-1) * mean.unsqueeze(-2)).to(k.dtype)
-    met = k @ turn  # as far queries meet them
-    expected = met @ mean.to(k.dtype).unsqueeze(-1)  # the log of the weight that each query head is expected to give
-    expected = expected.squeeze(-1) + (met @ spread).square().sum(-1) / 2
-    level = expected.logsumexp(0)
-    weight = (POWER * (level - level.max())).exp() * length
-    metric = _root((spread @ spread.mT).mean(0).double()).to(k.dtype)
-    seen = met @ metric  # two keys are as far apart as the logits that queries give them
-    nearest = _cluster(seen, weight, features)
-    ones = torch.nn.functional.one_hot(nearest, features).to(k.dtype) * weight.unsqueeze(-1)
-    total = ones.sum(0).unsqueeze(-1)
-    middle = (weight @ k) / weight.sum()
-    centres = torch.where(total > 0, (ones.mT @ k) / total.clamp_min(torch.finfo(k.dtype).tiny), middle)
-    q_map = known["scale"] * ((centres - centres.mean(0)) @ turn).mT
-    # the nearest centre has the largest k.c - c.c / 2, of which a product with k can give the second part, too
-    placed = centres @ turn @ metric
-    half = placed.square().sum(-1) / 2
-    k_map = turn @ metric @ (placed - placed.mean(0)).mT - _constant(k).unsqueeze(-1) * (half - half.mean())
-    return q_map.expand(heads.stop - heads.start, -1, -1), k_map / SHARPNESS**2
+    mean, square = (known[name][heads] / known["n"] for name in ("q", "qq"))
+    covariance = square - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    mean, spread = mean.to(k.dtype), _root(covariance).to(k.dtype)
+    metric = _root(square.mean(0)).to(k.dtype)
+    met = k @ known["turn"]
+    # the log of the weight that a key is expected to get from each query head, as in patches/expected.py
+    expected = (met @ mean.unsqueeze(-1)).squeeze(-1) + (met @ spread).square().sum(-1) / 2
+    expected = expected.logsumexp(0)
+    weight = (POWER * (expected - expected.max())).exp() * length
+    place = met @ metric  # two keys are as far apart as the logits that queries give them, by root mean square
+    centres = _cluster(place, weight, features)
+    # the nearest centre has the largest p.c - c.c / 2, of which a product with k gives the second part about, too
+    half = centres.square().sum(-1) / 2
+    k_map = known["turn"] @ metric @ (centres - centres.mean(0)).mT - _constant(k).unsqueeze(-1) * (half - half.mean())
+    k_map = k_map / WIDTH**2
+    part = (k @ k_map).softmax(-1) * weight.unsqueeze(-1)  # what lies in which cluster, as the map tells
+    centres = (part.mT @ met) / part.sum(0).clamp_min(torch.finfo(k.dtype).tiny).unsqueeze(-1)
+    return known["scale"] * (centres - centres.mean(0)).mT, k_map
 
 
-def observe_mass(known: Known, memory: Any, step: Step) -> None:
-    """Add some queries of a text: what the linear branch reads for them, and what full attention gives them."""
-    first = memory.capacity
-    count = step.k.shape[2] - first
-    if count <= 0:
+def observe_mass(known: Known, memory: Any, step: Step, window: int) -> None:
+    """Add some queries of a text: what the linear branch of ``memory`` reads for them, and what full attention does."""
+    sinks, count = memory.sinks, step.k.shape[2] - memory.sinks - window
+    if sum(len(x) for x in known.get("x", [])) >= MOST_QUERIES:
         return
-    dtype = wide(step.k.dtype)
+    first, dtype = sinks + window, wide(step.k.dtype)
     q, k, v = (x.to(dtype) for x in (step.q, step.k, step.v))
-    gone = slice(memory.sinks, memory.sinks + count)
+    gone = slice(sinks, sinks + count)
     gates = memory.write_gates(step.x)[:, gone].split(memory.states, -1)[:: 1 + memory.both]
     far, mass, _ = memory.linear(q[:, :, first:], k[:, :, gone], pad(v[:, :, gone], (0, 1), value=1.0), gates, None)
     turn = tuple(x.to(dtype) for x in step.now.turn_of_slots(0, step.now.new))
     q, k = rotate(q, *turn).unflatten(1, (memory.kv_heads, -1)), rotate(k, *turn)
-    for t in torch.arange(first, first + count, -(-count // QUERIES), device=q.device).split(SLICE):
-        logits = q[:, :, :, t] @ k.mT.unsqueeze(2) * step.scale  # (B, H_kv, G, t, T)
-        j = torch.arange(k.shape[2], device=t.device)
-        beyond = (j >= memory.sinks) & (j <= t[:, None] - memory.window)
-        parts = []
-        for hidden in (~beyond, beyond | (j > t[:, None])):
-            part = logits.masked_fill(hidden, -math.inf)
-            out = part.softmax(-1) @ v.unsqueeze(2)
-            parts += [out.flatten(1, 2).transpose(1, 2), part.logsumexp(-1).flatten(1, 2).mT]  # (B, t, H, ...)
-        beyond_out, beyond_mass, near_out, near_mass = parts
-        share = (beyond_mass - near_mass).sigmoid().unsqueeze(-1)  # of full attention
-        own, full = (share * (out - near_out) for out in (far[:, t - first], beyond_out))
-        known.setdefault("x", []).append(step.x[:, t].to(dtype).flatten(0, 1))
-        known.setdefault("missing", []).append((beyond_mass - mass[:, t - first]).flatten(0, 1))
-        for name, other in (("own", own), ("full", full)):
-            known[name] = known.get(name, 0) + (own * other).sum((0, 1, 3))
+    j = torch.arange(k.shape[2], device=k.device)
+    for t in torch.arange(first, first + count, -(-count // QUERIES), device=k.device).split(SLICE):
+        group = (q.shape[2], len(t))
+        logits = (q[:, :, :, t].flatten(2, 3) @ k.mT).unflatten(2, group) * step.scale  # (B, H_kv, G, t, T)
+        later = j > t[:, None]
+        beyond = (j >= sinks) & (j <= t[:, None] - window)
+        masses = [logits.masked_fill(hidden, -math.inf).logsumexp(-1) for hidden in (~beyond, beyond | later)]
+        outs = [
+            (logits.masked_fill(hidden, -math.inf).softmax(-1).flatten(2, 3) @ v).unflatten(2, group)
+            for hidden in (later, beyond | later)
+        ]
+        beyond_mass, near_mass = (x.flatten(1, 2).mT for x in masses)  # (B, t, H)
+        full, near = (x.flatten(1, 2).transpose(1, 2) for x in outs)  # (B, t, H, D)
+        own_mass, own = mass[:, t - first], far[:, t - first] - near
+        for name, value in (
+            ("x", step.x[:, t].to(dtype)),
+            ("missing", beyond_mass - own_mass),
+            ("excess", own_mass - near_mass),
+            ("gain", (own * (full - near)).sum(-1)),
+            ("size", own.square().sum(-1)),
+        ):
+            known.setdefault(name, []).append(value.flatten(0, 1))
 
 
-def logit_weights(known: Known) -> tuple[Tensor, Tensor]:
-    """Weights ``(H, E)`` and biases ``(H,)`` that give the mass that the linear branch lacks, from the input."""
-    x, missing = (torch.cat(known[name]).double() for name in ("x", "missing"))
+def logits_and_openness(known: Known) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights ``(H, E)`` and biases ``(H,)`` of the linear branch's logit, and how far each head opens ``(H,)``.
+
+    The first two give the mass that is missing, from the input. With that mass, and as if there were no delta branch, a
+    head's output ``near + s z (far - near)`` is nearest to full attention's at s.
+    """
+    x, missing, excess, gain, size = (
+        torch.cat(known[name]).double() for name in ("x", "missing", "excess", "gain", "size")
+    )
     middle, mean = x.mean(0), missing.mean(0)
-    x, missing = x - middle, missing - mean
-    ridge = RIDGE * x.square().sum() / x.shape[1]
-    kernel = x @ x.mT  # queries are fewer than numbers of an input, or not many more
-    weight = (x.mT @ torch.linalg.solve(kernel + ridge * torch.eye(len(x), dtype=x.dtype, device=x.device), missing)).mT
-    return weight, mean - weight @ middle
-
-
-def openness(known: Known) -> Tensor:
-    """How far each head opens ``(H,)``: where its output is nearest to full attention's, if that is between limits."""
-    best = known["full"] / known["own"].clamp_min(torch.finfo(known["own"].dtype).tiny)
-    return best.clamp(LEAST_OPEN, MOST_OPEN)
+    x = x - middle
+    ridge = RIDGE * x.square().sum() / x.shape[1] + torch.finfo(x.dtype).tiny
+    kernel = x @ x.mT + ridge * torch.eye(len(x), dtype=x.dtype, device=x.device)
+    weight = x.mT @ torch.linalg.solve(kernel, missing - mean)
+    share = (excess + mean + x @ weight).sigmoid()
+    best = (share * gain).sum(0) / (share.square() * size).sum(0).clamp_min(torch.finfo(x.dtype).tiny)
+    return weight.mT, mean - middle @ weight, best.clamp(LEAST_OPEN, MOST_OPEN)
 
 
 def _root(square: Tensor) -> Tensor:
-    """A with ``A A^T`` = ``square`` (.., D, D), symmetric and not negative."""
+    """A with ``A A^T = square``, which is symmetric and has no negative eigenvalues ``(.., D, D)``."""
     values, vectors = torch.linalg.eigh(square)
     return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
 
 
 def _constant(k: Tensor) -> Tensor:
-    """u (D,) whose product with each key ``(n, D)`` is nearest to 1."""
+    """u (D,) whose product with each key ``(n, D)`` is as near to 1 as can be."""
     gram = k.mT @ k
-    ridge = 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), dtype=k.dtype, device=k.device)
-    return torch.linalg.solve(gram + ridge, k.sum(0))
+    ridge = 1e-3 * gram.diagonal().mean() + torch.finfo(k.dtype).tiny
+    return torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=k.dtype, device=k.device), k.sum(0))
 
 
 def _cluster(points: Tensor, weight: Tensor, count: int) -> Tensor:
-    """The cluster ``(n,)`` of each of the ``points`` (n, D), by k-means with weights, the same every time."""
-    chance = torch.Generator(points.device).manual_seed(0)
-    tiny = torch.finfo(points.dtype).tiny
+    """``count`` centres (count, D) of ``points`` (n, D) with weights, by k-means with a seed of its own."""
+    chance, tiny = torch.Generator(points.device).manual_seed(0), torch.finfo(points.dtype).tiny
     centres = points[torch.multinomial(weight + tiny, 1, generator=chance)]
     far = (points - centres).square().sum(-1)
-    for _ in range(count - 1):  # k-means++: a next one where the points are badly served
+    for _ in range(count - 1):  # k-means++: the next one where points are far from all others
         new = points[torch.multinomial(weight * far + tiny, 1, generator=chance)]
         centres, far = torch.cat([centres, new]), torch.minimum(far, (points - new).square().sum(-1))
     for _ in range(ROUNDS):
-        nearest = torch.cdist(points, centres).argmin(1)
-        total = weight.new_zeros(count).index_add_(0, nearest, weight).unsqueeze(-1)
-        sums = torch.zeros_like(centres).index_add_(0, nearest, points * weight.unsqueeze(-1))
-        centres = torch.where(total > 0, sums / total.clamp_min(tiny), centres)
-    return torch.cdist(points, centres).argmin(1)
+        part = one_hot(torch.cdist(points, centres).argmin(1), count).to(points.dtype) * weight.unsqueeze(-1)
+        total = part.sum(0).unsqueeze(-1)
+        centres = torch.where(total > 0, (part.mT @ points) / total.clamp_min(tiny), centres)
+    return centres

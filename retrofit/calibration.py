@@ -26,13 +26,14 @@ def calibrate(model: Any, texts: Iterable[Tensor]) -> None:
     """Show ``model``'s memories the queries, keys and values of its own teacher on some texts.
 
     ``expected`` then knows which keys queries look at, and with ``shares="need"`` how many of all rows each key/value
-    head gets. ``joint`` gets a start that is calculated: what it had learned before is lost.
+    head gets. ``joint`` gets a start that is calculated: maps, logits and openings are overwritten, so do it before you
+    train.
 
     Args:
         model: a patched model whose memory ``calibrates`` (kinds ``expected``, ``joint`` and ``joint-rows``); changed
             in place.
         texts: token ids ``(B, T)`` each, not padded; read twice, with full attention. Some 6,000 tokens of all the
-            kinds of text that the model will meet are enough.
+            kinds of text that the model will meet are enough. For ``joint`` let a text be twice as long as S + W.
 
     Raises:
         RetrofitError: the memory has nothing to calibrate, there is no text, or layers differ in ``shares``.

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import set_seed
 
 import retrofit
-from distill.demo.real_fit import fit_beside
+from distill.demo.real_fit import Fit, fit_beside
 from distill.demo.real_texts import base_and_tokenizer, read_texts, write_mix
 from patches.errors import RetrofitError
 from patches.kinds import build_memory, find_kind, new_memory
@@ -100,10 +100,10 @@ def main(output: Path, base: str | None, dtype: str, sizes: Sizes, choose: bool,
         models = patched(model, ways, fitted, sizes.window)
         for path in [] if runs is None else sorted(runs.glob("*/adapter")):
             models[path.parent.name] = retrofit.load_adapter(model, path).eval()
-        rows = scored(models, told, settings, file, say)
+        rows = scored(models, told, settings, file, say, fit)
         if fit is not None:
             say("waiting for the fit")
-            models[JOINT] = retrofit.load_adapter(model, fit()).eval()
+            models[JOINT] = retrofit.load_adapter(model, fit.wait()).eval()
             page, _, _ = report(output / "joint")
             say(f"{page} tells how the fit went")
             rows = scored(models, told, settings, file, say)
@@ -161,11 +161,12 @@ def candidates(config: Any, window: int) -> Ways:
 
 
 def untrained(config: Any, window: int) -> Ways:
-    """The kinds that need no training, besides ``expected``, at ``BYTES`` beside a bfloat16 base; and the windows."""
+    """The other kinds without any training, at ``BYTES`` beside a bfloat16 base; ``joint`` and the windows."""
     tokens = fitting(config, BYTES, "bfloat16")["exact"]
     ways: Ways = {BARE: {"memory": "none"}, EQUAL: {"memory": "none", "window": window + tokens}}
     size = BYTES * config.num_key_value_heads
     marks = _state_bytes(config, "tova", window + tokens, {})  # where its tokens stand
+    ways["joint, calculated"] = {"memory": "joint"}
     ways["tova"] = {"memory": "tova", "window": window + (size - marks) * tokens // size}
     for kind, option in (("h2o", "heavy"), ("compressive", "rows"), ("kvm", "rows")):
         few, more = (_state_bytes(config, kind, window, {option: tokens - less}) for less in (16, 8))
@@ -204,14 +205,25 @@ def patched(base: Any, ways: Ways, fitted: list[Tensor], window: int) -> dict[st
                 tilt = how["tilt"]
                 needs[tilt] = needs.get(tilt) or measure_needs(model, fitted)
                 needs[tilt].give(model)
+        elif find_kind(how["memory"]).calibrates:
+            retrofit.calibrate(model, fitted)
         models[name] = model
     return models
 
 
 def scored(
-    models: dict[str, Any], texts: dict[str, Tensor], settings: dict[str, Any], file: Path, say: Say
+    models: dict[str, Any],
+    texts: dict[str, Tensor],
+    settings: dict[str, Any],
+    file: Path,
+    say: Say,
+    beside: Fit | None = None,
 ) -> list[dict[str, Any]]:
-    """One mapping per text, row and model, kept in ``file``; what is there already is not scored again."""
+    """One mapping per text, row and model, kept in ``file``; what is there already is not scored again.
+
+    Args:
+        beside: a fit that runs meanwhile and needs a core.
+    """
     kept: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     if kept.get("settings") != settings:
         kept = {"settings": settings, "seconds": 0.0, "rows": []}
@@ -227,6 +239,8 @@ def scored(
         missing = {name: model for name, model in models.items() if name not in there}
         if not missing:
             continue
+        if beside is not None:
+            beside.leave_it_a_core()
         labels = torch.full_like(row, -100)
         labels[start + 1 :: settings["every"]] = 0
         scores = evaluate(missing, row[None], start=start, labels=labels[None], batch_size=1)

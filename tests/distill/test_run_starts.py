@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import distill.model as distill_model
 import retrofit
 from distill import distill
 from distill.recipe import Recipe
@@ -100,7 +101,12 @@ def test_a_memory_that_calibrates_is_calibrated_once(
 ) -> None:
     """On the run's own rows, before the first step; a resumed run has it from its checkpoint."""
     recipe = changed(recipe, memory=memory, local_steps=3, **settings)
+    shown: list[Any] = []
+    calibrate = distill_model.calibrate
+    monkeypatch.setattr(distill_model, "calibrate", lambda model, texts: (shown.append(texts), calibrate(model, texts)))
     distill(recipe)
+    assert len(shown) == 1
+    assert sum(text.shape[1] for text in shown[0]) >= recipe.seq_len
     whole = load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
     measured = [tensor for name, tensor in whole.items() if name.endswith(what)]
     assert measured

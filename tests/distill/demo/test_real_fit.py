@@ -27,8 +27,8 @@ def test_a_fit_runs_once_and_a_cut_one_goes_on(output: Path) -> None:
     said: list[str] = []
 
     def fitted() -> bytes:
-        with real_fit.fit_beside(output, said.append) as wait:
-            return (wait() / "adapter_model.safetensors").read_bytes()
+        with real_fit.fit_beside(output, said.append) as fit:
+            return (fit.wait() / "adapter_model.safetensors").read_bytes()
 
     first = fitted()
     assert fitted() == first
@@ -41,8 +41,8 @@ def test_a_fit_runs_once_and_a_cut_one_goes_on(output: Path) -> None:
 
 def test_a_failed_fit_names_its_log(output: Path) -> None:
     (output / "mix.jsonl").write_text("no JSON\n")
-    with real_fit.fit_beside(output, print) as wait, pytest.raises(RetrofitError, match=r"joint\.log"):
-        wait()
+    with real_fit.fit_beside(output, print) as fit, pytest.raises(RetrofitError, match=r"joint\.log"):
+        fit.wait()
     assert "mix.jsonl" in (output / "joint.log").read_text()
 
 
@@ -57,9 +57,11 @@ def test_the_fit_has_a_core_to_itself(output: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with real_fit.fit_beside(output, print) as wait:
-            beside = torch.get_num_threads()
-            wait()
-            assert (beside, torch.get_num_threads()) == (2, 3)
+        with real_fit.fit_beside(output, print) as fit:
+            assert torch.get_num_threads() == 2
+            assert fit.process is not None
+            fit.process.wait()
+            fit.leave_it_a_core()
+            assert torch.get_num_threads() == 3, "it has ended"
     finally:
         torch.set_num_threads(before)

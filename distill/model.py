@@ -51,7 +51,7 @@ def calibrate_on(model: Any, rows: Any, device: str | None = None) -> None:
     if isinstance(rows, Sized):
         shortest = min(long, len(rows[0]["input_ids"]))  # type: ignore[index]
         count = min(len(rows), -(-CALIBRATED // shortest))
-        rows = (rows[index * len(rows) // count] for index in range(count))  # type: ignore[index]
+        rows = [rows[index * len(rows) // count] for index in range(count)]  # type: ignore[index]
     taken, read = [], 0
     for row in rows:
         taken.append(torch.as_tensor(row["input_ids"]).long()[None, :long])

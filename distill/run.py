@@ -126,7 +126,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         check_same_data(output, found)
     model = build_model(recipe, fresh=checkpoint is not None)
     if checkpoint is None and recipe.init_adapter is None:
-        # ZeRO-3 and FSDP2 spread a model that is whole and on the CPU; so does torch itself with a quantised one
+        # ZeRO-3 and FSDP2 take the model from the CPU; a quantised one stays where it was loaded
         stays = recipe.fsdp or (engine or {}).get("zero_optimization", {}).get("stage") == 3
         calibrate_on(model, split.train, None if stays or quantisation(model) else processes.device)
     if checkpoint is not None and (other := difference(read_adapter_config(checkpoint)["fingerprint"], model)):

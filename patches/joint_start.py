@@ -31,15 +31,11 @@ Known = dict[str, Any]  # of one layer
 
 def mean_turn(now: Pass, first: int, last: int, dim: int, dtype: torch.dtype) -> Tensor:
     """E (D, D): keys (n, D) times it are met by queries ``first`` to ``last - 1`` positions later, on average."""
-
-    def turn() -> Tensor:
-        ahead = torch.arange(first, last, device=now.device)[None]
-        cos, sin = (x.mean(1, keepdim=True).to(dtype) for x in now.turn(ahead))
-        units = torch.eye(dim, dtype=dtype, device=now.device)[None, None]
-        units = rotate(units, *(x.to(dtype) for x in now.turn_of_zero()))
-        return rotate(units, cos, -sin)[0, 0]
-
-    return now.once(("mean turn", first, last, dtype), turn)
+    ahead = torch.arange(first, last, device=now.device)[None]
+    cos, sin = (x.mean(1, keepdim=True).to(dtype) for x in now.turn(ahead))
+    units = torch.eye(dim, dtype=dtype, device=now.device)[None, None]
+    units = rotate(units, *(x.to(dtype) for x in now.turn_of_zero()))
+    return rotate(units, cos, -sin)[0, 0]
 
 
 def observe_heads(known: Known, step: Step, window: int, sinks: int) -> None:

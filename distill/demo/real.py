@@ -25,13 +25,14 @@ from transformers import set_seed
 import retrofit
 from distill.demo.real_fit import Fit, fit_beside
 from distill.demo.real_texts import base_and_tokenizer, read_texts, write_mix
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, one_of
 from patches.kinds import build_memory, find_kind, new_memory
 from retrofit.calibration import measure_needs
 from retrofit.costs.held import row_bytes
 from retrofit.evaluation.scores import evaluate, gap_closed
 from retrofit.export import export_model
 from retrofit.files import write_json, write_text
+from retrofit.loading import bfloat16_is_slow
 from retrofit.report.page import report
 from retrofit.shares import Needs
 from retrofit.table import print_table
@@ -43,7 +44,8 @@ TILT = 0.004  # nats per token in favour of later ones: chosen by --choose, on o
 RECENT, NEED = 1e6, "need"
 TILTS = (0.0, 0.002, 0.004, 0.008)
 BEST = "expected, 5 bits, by need"
-JOINT = "joint, fitted on 140 rows"
+JOINT = "joint, fitted"
+THRICE = "3 x"
 BARE, EQUAL = "window-only", "window of equal bytes"
 LAST = 127  # positions at the end of a row that are also told by themselves
 NOVEL_TOKENS = 40  # of the answer that is shown
@@ -67,6 +69,8 @@ class Sizes:
 def main(output: Path, base: str | None, dtype: str, sizes: Sizes, choose: bool, runs: Path | None) -> None:
     """Fetch, calibrate, fit, score; write scores, tables, texts, base/, joint/ and model/ (the best) to ``output``.
 
+    In float32, which takes twice as long, it leaves out what needs a bfloat16 base, and three times the bytes.
+
     Args:
         output: the folder to write.
         base: another model than the default, by folder or Hub id.
@@ -87,26 +91,31 @@ def main(output: Path, base: str | None, dtype: str, sizes: Sizes, choose: bool,
     write_text(output / "fitted.txt", "\n\n".join(tokenizer.decode(row[0]) for row in fitted))
     name, made = ("choice", candidates) if choose else ("table", contenders) if runs is None else ("kinds", untrained)
     ways = made(model.config, sizes.window)
+    if name == "table" and dtype == "float32" and not sizes.only:
+        ways = {name: how for name, how in ways.items() if "bfloat16" not in name and THRICE not in name}
+    for only in sizes.only:
+        one_of("--only", only, *ways)
     ways = {name: how for name, how in ways.items() if name == BARE or name in (sizes.only or ways)}
+    marks = {name: json.dumps(how) for name, how in ways.items()}
     file = output / ("real.json" if name == "table" else f"{name}.json")
     settings = {"dtype": dtype, "window": sizes.window, "length": sizes.length, "sinks": SINKS, "every": sizes.every}
     settings |= {"base": base} if base else {}
     fits = name == "table" and settings["window"] == Sizes.window and not (base or sizes.only)
     if fits:
         write_mix(output, say)
-    with fit_beside(output, say) if fits else nullcontext() as fit:
+    with fit_beside(output, dtype, say) if fits else nullcontext() as fit:
         if any(how["memory"] == "expected" for how in ways.values()):
             say(f"calibrating on {len(fitted)} rows of {fitted[0].shape[1]} tokens")
         models = patched(model, ways, fitted, sizes.window)
         for path in [] if runs is None else sorted(runs.glob("*/adapter")):
-            models[path.parent.name] = retrofit.load_adapter(model, path).eval()
-        rows = scored(models, told, settings, file, say, fit)
+            models[path.parent.name], marks[path.parent.name] = adapted(model, path)
+        rows = scored(models, marks, told, settings, file, say, fit)
         if fit is not None:
             say("waiting for the fit")
-            models[JOINT] = retrofit.load_adapter(model, fit.wait()).eval()
+            models[JOINT], marks[JOINT] = adapted(model, fit.wait())
             page, _, _ = report(output / "joint")
             say(f"{page} tells how the fit went")
-            rows = scored(models, told, settings, file, say)
+            rows = scored(models, marks, told, settings, file, say)
     write_text(output / f"{name}.md", markdown(rows, models))
     write_json(output / f"{name}-means.json", list(table(rows, models)))
     columns = {"name": ("", ""), "mean": ("gap closed", ".3f"), "nll": ("of NLL", ".3f"), "kl_last": ("KL, end", ".4f")}
@@ -130,7 +139,7 @@ def fitting(config: Any, size: int, dtype: str = "float32") -> dict[str, int]:
 def contenders(config: Any, window: int) -> Ways:
     """Every way to spend ``BYTES`` per head beside the window, and the best ones at three times as many."""
     ways: Ways = {BARE: {"memory": "none"}}
-    for size, note in ((BYTES, ""), (3 * BYTES, ", 3 x")):
+    for size, note in ((BYTES, ""), (3 * BYTES, f", {THRICE}")):
         wide, narrow = fitting(config, size), fitting(config, size, "bfloat16")
         ways[EQUAL + note] = {"memory": "none", "window": window + wide["exact"]}
         ways[f"{EQUAL}, bfloat16 base{note}"] = {"memory": "none", "window": window + narrow["exact"]}
@@ -150,7 +159,7 @@ def contenders(config: Any, window: int) -> Ways:
 def candidates(config: Any, window: int) -> Ways:
     """What ``--choose`` compares: bits, tilts and shares at ``BYTES``, and tilts at three times as many."""
     ways: Ways = {BARE: {"memory": "none"}}
-    for size, note, all_bits in ((BYTES, "", (16, 8, 4)), (3 * BYTES, ", 3 x", (8,))):
+    for size, note, all_bits in ((BYTES, "", (16, 8, 4)), (3 * BYTES, f", {THRICE}", (8,))):
         for bits in all_bits:
             for tilt in TILTS:
                 ways[f"{bits} bits, tilt {tilt:g}{note}"] = _rows(fitting(config, size), bits, tilt)
@@ -211,8 +220,15 @@ def patched(base: Any, ways: Ways, fitted: list[Tensor], window: int) -> dict[st
     return models
 
 
+def adapted(base: Any, adapter: Path) -> tuple[Any, str]:
+    """The model of an adapter, and what tells it from another fit."""
+    model = retrofit.load_adapter(base, adapter).eval()
+    return model, f"{crc32((adapter / 'adapter_model.safetensors').read_bytes()):08x}"
+
+
 def scored(
     models: dict[str, Any],
+    marks: dict[str, str],
     texts: dict[str, Tensor],
     settings: dict[str, Any],
     file: Path,
@@ -222,6 +238,7 @@ def scored(
     """One mapping per text, row and model, kept in ``file``; what is there already is not scored again.
 
     Args:
+        marks: of each name in ``models``, what it stands for: another mark under the same name is scored anew.
         beside: a fit that runs meanwhile and needs a core.
     """
     kept: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
@@ -235,10 +252,11 @@ def scored(
         row, began = texts[kind][at], time.perf_counter()
         label = {"text": kind, "row": at, "tokens": crc32(row.numpy().tobytes())}
         known.append(label)
-        there = {one["name"] for one in kept["rows"] if label.items() <= one.items()}
-        missing = {name: model for name, model in models.items() if name not in there}
+        there = {one["name"]: one.get("how") for one in kept["rows"] if label.items() <= one.items()}
+        missing = {name: model for name, model in models.items() if there.get(name) != marks[name]}
         if not missing:
             continue
+        kept["rows"] = [one for one in kept["rows"] if not (one["name"] in missing and label.items() <= one.items())]
         if beside is not None:
             beside.leave_it_a_core()
         labels = torch.full_like(row, -100)
@@ -248,7 +266,15 @@ def scored(
         for name, one in scores.items():
             last = one.kl[:, -LAST:].nanmean().item()
             kept["rows"].append(
-                {**label, "name": name, "kl": one.mean_kl, "kl_last": last, "nll": one.mean_nll, "teacher": teacher}
+                {
+                    **label,
+                    "name": name,
+                    "how": marks[name],
+                    "kl": one.mean_kl,
+                    "kl_last": last,
+                    "nll": one.mean_nll,
+                    "teacher": teacher,
+                }
             )
         kept["seconds"] += time.perf_counter() - began
         write_json(file, kept)
@@ -347,7 +373,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/real"))
     parser.add_argument("--base", help="another model than SmolLM2-135M-Instruct: a folder or Hub id")
-    parser.add_argument("--dtype", choices=tuple(WIDTH), default="bfloat16", help="of the base")
+    dtype = "float32" if bfloat16_is_slow() else "bfloat16"
+    parser.add_argument("--dtype", choices=tuple(WIDTH), default=dtype, help="of the base (default here: %(default)s)")
     parser.add_argument("--choose", action="store_true", help="compare bits and tilts, on rows that are not reported")
     parser.add_argument("--kinds", type=Path, metavar="RUNS", help="score the other kinds, those fitted in RUNS/*/ too")
     for name, what in (

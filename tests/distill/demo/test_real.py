@@ -15,6 +15,7 @@ from retrofit.packages import Package
 from tests.conftest import tiny_base
 from tests.helpers import tokens
 
+MARKS = {real.BARE: "window", "expected": "6 rows"}
 SETTINGS = {"window": 6, "length": 40, "every": 1}
 
 
@@ -42,12 +43,12 @@ def test_rows_are_scored_once_and_the_table_is_of_them(tmp_path: Path) -> None:
     models = two_models(tiny_base("Qwen2"))
     texts = {"speeches": tokens(2, 40, seed=0), "novel": tokens(1, 40, seed=1)}
     file, said = tmp_path / "real.json", []
-    first = real.scored({real.BARE: models[real.BARE]}, texts, SETTINGS, file, said.append)
-    rows = real.scored(models, texts, SETTINGS, file, said.append)
+    first = real.scored({real.BARE: models[real.BARE]}, MARKS, texts, SETTINGS, file, said.append)
+    rows = real.scored(models, MARKS, texts, SETTINGS, file, said.append)
     assert rows[: len(first)] == first, "what was scored before is scored no more"
     assert [line.split()[4] for line in said if "models, " in line] == ["1"] * 6, "one model is missing each time"
     again: list[str] = []
-    assert real.scored(models, texts, SETTINGS, file, again.append) == rows
+    assert real.scored(models, MARKS, texts, SETTINGS, file, again.append) == rows
     assert not any("models, " in line for line in again)
 
     told = evaluate(models, texts["speeches"], start=6 + real.SINKS, batch_size=1)
@@ -63,11 +64,18 @@ def test_rows_are_scored_once_and_the_table_is_of_them(tmp_path: Path) -> None:
 
 def test_other_settings_or_texts_are_not_taken_for_these(tmp_path: Path) -> None:
     models, file = two_models(tiny_base("Qwen2")), tmp_path / "real.json"
-    rows = real.scored(models, {"novel": tokens(1, 40)}, SETTINGS, file, print)
-    other = real.scored(models, {"novel": tokens(1, 40, seed=1)}, SETTINGS, file, print)
+    rows = real.scored(models, MARKS, {"novel": tokens(1, 40)}, SETTINGS, file, print)
+    other = real.scored(models, MARKS, {"novel": tokens(1, 40, seed=1)}, SETTINGS, file, print)
     assert len(other) == len(rows)
     assert {row["kl"] for row in rows}.isdisjoint(row["kl"] for row in other)
-    real.scored(models, {"novel": tokens(1, 40)}, SETTINGS | {"every": 2}, file, print)
+    said: list[str] = []
+    real.scored(models, MARKS | {"expected": "another fit"}, {"novel": tokens(1, 40)}, SETTINGS, file, said.append)
+    assert "1 models" in said[1]
+    assert [row["how"] for row in json.loads(file.read_text())["rows"] if row["name"] == "expected"] == [
+        "6 rows",
+        "another fit",
+    ], "of the other text, and of this one"
+    real.scored(models, MARKS, {"novel": tokens(1, 40)}, SETTINGS | {"every": 2}, file, print)
     assert {row["tokens"] for row in json.loads(file.read_text())["rows"]} == {rows[0]["tokens"]}
 
 

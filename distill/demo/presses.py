@@ -18,9 +18,10 @@ PRESSES = ("StreamingLLM", "TOVA", "SnapKV", "ExpectedAttention", "Knorm", "KeyD
 READ = 896  # tokens read with full attention before the cache is cut; what follows is scored
 
 
-def main(output: Path, dtype: str, rows: int, kept: list[int]) -> None:
+@torch.no_grad()
+def main(output: Path, rows: int, kept: list[int]) -> None:
     """Score, and write ``output``/presses.json and presses.md; what is in the former already is not scored again."""
-    torch.set_grad_enabled(False)
+    dtype = json.loads((output / "real.json").read_text())["settings"]["dtype"]  # that of the scores beside these
     model = AutoModelForCausalLM.from_pretrained(output / "base", dtype=getattr(torch, dtype)).eval()
     texts = {kind: torch.tensor(ids[:rows]) for kind, ids in json.loads((output / "rows.json").read_text()).items()}
     file = output / "presses.json"
@@ -71,4 +72,4 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=6, help="of each kind of text")
     parser.add_argument("--kept", type=int, nargs="+", default=[164, 227], help="tokens that stay of what was read")
     given = parser.parse_args()
-    main(given.output, given.dtype, given.rows, given.kept)
+    main(given.output, given.rows, given.kept)

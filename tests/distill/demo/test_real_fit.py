@@ -12,12 +12,12 @@ from distill.demo import real_fit
 from patches.errors import RetrofitError
 
 RECIPE = {"memory": "joint", "window": 6, "sinks": 2, "seq_len": 24, "batch_size": 1, "holdout": 0.2}
-RECIPE |= {"steps": 2, "local_steps": 0, "eval_rows": 2}  # halved in float32
+RECIPE |= {"steps": 3, "local_steps": 0, "eval_rows": 2}
 
 
 @pytest.fixture
 def output(checkpoint: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with base/, mix.jsonl and a recipe of two steps."""
+    """A folder with base/, mix.jsonl and a recipe of three steps."""
     (tmp_path / "mix.jsonl").write_text(json.dumps({"text": text}) + "\n")
     recipe = tmp_path / "small.yaml"
     recipe.write_text(json.dumps(RECIPE))
@@ -59,12 +59,12 @@ def test_a_failed_fit_is_noticed_before_the_end(output: Path) -> None:
 
 
 def test_a_fit_with_other_settings_is_made_anew(output: Path) -> None:
-    for steps in (4, 6):
+    for steps in (6, 9):
         Path(real_fit.RECIPE).write_text(json.dumps({**RECIPE, "steps": steps}))
         with real_fit.fit_beside(output, "float32", print) as fit:
             assert fit.wait().is_dir()
     last = json.loads((output / "joint" / "log.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 3, "half of them, in float32"
+    assert last["step"] == 3, "a third of them, in float32"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

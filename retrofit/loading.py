@@ -22,7 +22,7 @@ from .untrusted import refuse_nan
 SAFELY = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
 MOST_LAYERS = 1000  # several times those of any published model
 WEIGHTS_PER_BYTE = 4  # of the densest quantisation
-SLOW = "note: this CPU has no instructions for bfloat16 and computes faster in float32: choose dtype float32"
+SLOW = "note: this CPU computes faster in float32 than in bfloat16: choose dtype float32"
 
 
 def load_config(path: str, **kwargs: Any) -> Any:
@@ -56,8 +56,8 @@ def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
 
     Args:
         path: a checkpoint folder, a Hub id, or a GGUF file as :func:`retrofit.gguf.locate` takes it.
-        **kwargs: for ``from_pretrained`` (``dtype`` defaults to the checkpoint's own; whoever gives it is told where
-            bfloat16 is slow).
+        **kwargs: for ``from_pretrained`` (``dtype`` defaults to the checkpoint's own; whoever gives one, if only
+            "auto", is told where bfloat16 is slow).
 
     Raises:
         RetrofitError: as :func:`load_config`, or weights that are missing, damaged or in another format.
@@ -88,7 +88,7 @@ def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
 
 @cache
 def bfloat16_is_slow() -> bool:
-    """Whether a product takes this CPU longer in bfloat16 than in float32, as without instructions for it.
+    """Whether a product takes this CPU longer in bfloat16 than in float32, as it does without instructions for it.
 
     With AVX2 alone it took 36 times as long (1,024 x 576 by 576 x 1,536, torch 2.13).
     """

@@ -66,15 +66,13 @@ class Sizes:
     only: tuple[str, ...] = ()  # names of ways; none: all
 
 
-def main(output: Path, base: str | None, dtype: str, sizes: Sizes, choose: bool, runs: Path | None) -> None:
+def main(output: Path, base: str | None, dtype: str | None, sizes: Sizes, choose: bool, runs: Path | None) -> None:
     """Fetch, calibrate, fit, score; write scores, tables, texts, base/, joint/ and model/ (the best) to ``output``.
-
-    In float32, which takes twice as long, it leaves out what needs a bfloat16 base, and three times the bytes.
 
     Args:
         output: the folder to write.
         base: another model than the default, by folder or Hub id.
-        dtype: of the base.
+        dtype: of the base; by default that of the scores in ``output``, or else the one in which this CPU is faster.
         sizes: what is scored.
         choose: compare settings on rows of their own instead; writes choice.json and choice.md.
         runs: score the other kinds instead, those fitted there too; writes kinds.json and kinds.md.
@@ -82,22 +80,21 @@ def main(output: Path, base: str | None, dtype: str, sizes: Sizes, choose: bool,
     console, began = Console(), time.perf_counter()
     say: Say = lambda line: console.print(line, highlight=False, soft_wrap=True)  # noqa: E731
     torch.set_grad_enabled(False)
+    name, made = ("choice", candidates) if choose else ("table", contenders) if runs is None else ("kinds", untrained)
+    file = output / ("real.json" if name == "table" else f"{name}.json")
+    dtype = dtype or usual_dtype(file)
     model, tokenizer = base_and_tokenizer(output, base, dtype, say)
+    ways = made(model.config, sizes.window, dtype)
+    for only in sizes.only:
+        one_of("--only", only, *ways)
     say("reading the texts")
     texts = read_texts(tokenizer, sizes.length, say)
     told = texts.chosen if choose else {kind: ids[: sizes.rows] for kind, ids in texts.scored.items()}
     fitted = [row[:, :CALIBRATED_ON] for row in texts.fitted]
     write_json(output / "rows.json", {kind: ids.tolist() for kind, ids in texts.scored.items()})
     write_text(output / "fitted.txt", "\n\n".join(tokenizer.decode(row[0]) for row in fitted))
-    name, made = ("choice", candidates) if choose else ("table", contenders) if runs is None else ("kinds", untrained)
-    ways = made(model.config, sizes.window)
-    if name == "table" and dtype == "float32" and not sizes.only:
-        ways = {name: how for name, how in ways.items() if "bfloat16" not in name and THRICE not in name}
-    for only in sizes.only:
-        one_of("--only", only, *ways)
     ways = {name: how for name, how in ways.items() if name == BARE or name in (sizes.only or ways)}
     marks = {name: json.dumps(how) for name, how in ways.items()}
-    file = output / ("real.json" if name == "table" else f"{name}.json")
     settings = {"dtype": dtype, "window": sizes.window, "length": sizes.length, "sinks": SINKS, "every": sizes.every}
     settings |= {"base": base} if base else {}
     fits = name == "table" and settings["window"] == Sizes.window and not (base or sizes.only)
@@ -119,7 +116,7 @@ def main(output: Path, base: str | None, dtype: str, sizes: Sizes, choose: bool,
     write_text(output / f"{name}.md", markdown(rows, models))
     write_json(output / f"{name}-means.json", list(table(rows, models)))
     columns = {"name": ("", ""), "mean": ("gap closed", ".3f"), "nll": ("of NLL", ".3f"), "kl_last": ("KL, end", ".4f")}
-    print_table("beside full attention", list(table(rows, models)), columns | {"float32": ("bytes", ",d")}, console)
+    print_table("beside full attention", list(table(rows, models)), columns | {dtype: ("bytes", ",d")}, console)
     say(f"each kind of text is in {output / name}.md")
     if BEST in models:
         _answer(models, tokenizer, texts.scored["novel"][:1], say)
@@ -136,8 +133,18 @@ def fitting(config: Any, size: int, dtype: str = "float32") -> dict[str, int]:
     return {name: size // bytes_ for name, bytes_ in each.items()}
 
 
-def contenders(config: Any, window: int) -> Ways:
-    """Every way to spend ``BYTES`` per head beside the window, and the best ones at three times as many."""
+def usual_dtype(file: Path) -> str:
+    """That of the scores in ``file``, so that they are gone on with; without any, the one this CPU is faster in."""
+    if file.is_file():
+        return str(json.loads(file.read_text())["settings"]["dtype"])
+    return "float32" if bfloat16_is_slow() else "bfloat16"
+
+
+def contenders(config: Any, window: int, dtype: str = "bfloat16") -> Ways:
+    """Every way to spend ``BYTES`` per head beside the window, and the best ones at three times as many.
+
+    In float32, which CPUs are slower in, without the latter and without what needs a base in bfloat16.
+    """
     ways: Ways = {BARE: {"memory": "none"}}
     for size, note in ((BYTES, ""), (3 * BYTES, f", {THRICE}")):
         wide, narrow = fitting(config, size), fitting(config, size, "bfloat16")
@@ -153,11 +160,13 @@ def contenders(config: Any, window: int) -> Ways:
             ways[f"window in 8 bits{note}"] = _rows(wide, 8, RECENT)
         ways |= {f"expected, {bits} bits{note}": _rows(wide, bits, TILT) for bits in (8, 4)}
         ways |= {f"expected, {bits} bits, by need{note}": _rows(wide, bits, TILT, NEED) for bits in (4, 5)}
+    if dtype == "float32":
+        ways = {name: how for name, how in ways.items() if "bfloat16" not in name and THRICE not in name}
     return ways
 
 
-def candidates(config: Any, window: int) -> Ways:
-    """What ``--choose`` compares: bits, tilts and shares at ``BYTES``, and tilts at three times as many."""
+def candidates(config: Any, window: int, dtype: str = "bfloat16") -> Ways:
+    """What ``--choose`` compares, in any dtype: bits, tilts, shares at ``BYTES``, and tilts at three times as many."""
     ways: Ways = {BARE: {"memory": "none"}}
     for size, note, all_bits in ((BYTES, "", (16, 8, 4)), (3 * BYTES, f", {THRICE}", (8,))):
         for bits in all_bits:
@@ -169,16 +178,16 @@ def candidates(config: Any, window: int) -> Ways:
     return ways
 
 
-def untrained(config: Any, window: int) -> Ways:
-    """The other kinds without any training, at ``BYTES`` beside a bfloat16 base; ``joint`` and the windows."""
-    tokens = fitting(config, BYTES, "bfloat16")["exact"]
+def untrained(config: Any, window: int, dtype: str = "bfloat16") -> Ways:
+    """The other kinds without any training, at ``BYTES`` beside a base in ``dtype``; ``joint`` and the windows."""
+    tokens = fitting(config, BYTES, dtype)["exact"]
     ways: Ways = {BARE: {"memory": "none"}, EQUAL: {"memory": "none", "window": window + tokens}}
     size = BYTES * config.num_key_value_heads
-    marks = _state_bytes(config, "tova", window + tokens, {})  # where its tokens stand
+    marks = _state_bytes(config, "tova", window + tokens, {}, dtype)  # where its tokens stand
     ways["joint, calculated"] = {"memory": "joint"}
     ways["tova"] = {"memory": "tova", "window": window + (size - marks) * tokens // size}
     for kind, option in (("h2o", "heavy"), ("compressive", "rows"), ("kvm", "rows")):
-        few, more = (_state_bytes(config, kind, window, {option: tokens - less}) for less in (16, 8))
+        few, more = (_state_bytes(config, kind, window, {option: tokens - less}, dtype) for less in (16, 8))
         each = (more - few) // 8
         ways[f"{kind}, not fitted" if find_kind(kind).trainable else kind] = {
             "memory": kind,
@@ -187,10 +196,10 @@ def untrained(config: Any, window: int) -> Ways:
     return ways
 
 
-def _state_bytes(config: Any, kind: str, window: int, options: dict[str, Any]) -> int:
+def _state_bytes(config: Any, kind: str, window: int, options: dict[str, Any], dtype: str) -> int:
     with torch.device("meta"):
         memory = build_memory(config, new_memory(kind, window, SINKS, options=options))
-    return memory.state_bytes(torch.bfloat16)
+    return memory.state_bytes(getattr(torch, dtype))
 
 
 def _rows(fit: dict[str, int], bits: int, tilt: float, shares: str = "even") -> dict[str, Any]:
@@ -373,8 +382,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/real"))
     parser.add_argument("--base", help="another model than SmolLM2-135M-Instruct: a folder or Hub id")
-    dtype = "float32" if bfloat16_is_slow() else "bfloat16"
-    parser.add_argument("--dtype", choices=tuple(WIDTH), default=dtype, help="of the base (default here: %(default)s)")
+    parser.add_argument("--dtype", choices=tuple(WIDTH), help="of the base (default: the one this CPU is faster in)")
     parser.add_argument("--choose", action="store_true", help="compare bits and tilts, on rows that are not reported")
     parser.add_argument("--kinds", type=Path, metavar="RUNS", help="score the other kinds, those fitted in RUNS/*/ too")
     for name, what in (

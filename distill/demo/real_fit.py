@@ -37,7 +37,9 @@ class Fit:
         """
         status = None if self.process is None else self.process.poll()
         if status:
-            raise RetrofitError(f"the fit failed: read the end of {self.log}, mend what it names and start again")
+            raise RetrofitError(
+                f"the fit failed: read the end of {self.log}, mend what it names or remove {self.run}, and start again"
+            )
         running = self.process is not None and status is None
         torch.set_num_threads(max(1, self.threads - running))
 
@@ -54,10 +56,10 @@ def fit_beside(output: Path, dtype: str, say: Callable[[str], None]) -> Iterator
     """Fit on one thread meanwhile, with the base in ``dtype``; a third of the steps in float32.
 
     Reads base/ and mix.jsonl in ``output`` and writes joint/, which a cut run goes on from; one that had other settings
-    is made anew. Leaving the context early, or SIGTERM or SIGHUP, ends the process after the step at hand.
+    is made anew. Leaving the context early, or SIGTERM or SIGHUP, ends the process; while it trains, after its step.
     """
+    output, recipe = output.resolve(), read_recipe(RECIPE)
     fit = Fit(output / "joint", output / "joint.log", torch.get_num_threads())
-    recipe = read_recipe(RECIPE)
     own = {"base": str(output / "base"), "data": str(output / "mix.jsonl"), "output": str(fit.run), "dtype": dtype}
     if dtype == "float32":
         own |= {key: recipe[key] // by for key, by in LESS.items()}
@@ -66,29 +68,27 @@ def fit_beside(output: Path, dtype: str, say: Callable[[str], None]) -> Iterator
         how = "--resume"
     except RetrofitError:  # no run yet, or one with other settings; all that is there is ours
         how = "--overwrite"
-    if how == "--overwrite" or not (fit.run / "metrics.json").is_file():  # is written last
-        say(f"fitting {RECIPE} meanwhile, on one core; its progress is in {fit.log}")
-        given = [part for key, value in own.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-        with fit.log.open("ab") as file:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            # in a session of its own: Ctrl-C reaches it once, below, and it leaves a checkpoint
-            fit.process = subprocess.Popen(
-                [sys.executable, "-m", "cli", "distill", RECIPE, *given, how],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=environment,
-                start_new_session=True,
-            )
-    try:
-        with _ends_tidily():
+    given = [part for key, value in own.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    with _ends_tidily():
+        try:
+            if how == "--overwrite" or not (fit.run / "metrics.json").is_file():  # is written last
+                say(f"fitting {RECIPE} meanwhile, on one core; its progress is in {fit.log}")
+                with fit.log.open("ab") as file:
+                    fit.process = subprocess.Popen(
+                        [sys.executable, "-m", "cli", "distill", RECIPE, *given, how],
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=file,
+                        env=os.environ | {"OMP_NUM_THREADS": "1"},
+                        start_new_session=True,  # Ctrl-C reaches it once, below, and it leaves a checkpoint
+                    )
             fit.leave_it_a_core()
             yield fit
-    finally:
-        torch.set_num_threads(fit.threads)
-        if fit.process is not None:
-            fit.process.terminate()
-            fit.process.wait()
+        finally:
+            torch.set_num_threads(fit.threads)
+            if fit.process is not None:
+                fit.process.terminate()
+                fit.process.wait()
 
 
 @contextmanager

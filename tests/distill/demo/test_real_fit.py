@@ -12,7 +12,7 @@ from distill.demo import real_fit
 from patches.errors import RetrofitError
 
 RECIPE = {"memory": "joint", "window": 6, "sinks": 2, "seq_len": 24, "batch_size": 1, "holdout": 0.2}
-RECIPE |= {"steps": 3, "local_steps": 0, "eval_rows": 2}
+RECIPE |= {"steps": 3, "local_steps": 3, "eval_rows": 2}
 
 
 @pytest.fixture

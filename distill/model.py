@@ -14,7 +14,7 @@ from patches.config import MemoryConfig
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit import adapter, convert
-from retrofit.calibration import LENGTH, calibrate
+from retrofit.calibration import calibrate, row_length
 from retrofit.hub_folder import fetch_folder
 
 CALIBRATED = 8192  # tokens
@@ -38,16 +38,15 @@ def build_model(recipe: Recipe, *, fresh: bool = False) -> Any:
 def calibrate_on(model: Any, rows: Any, device: str | None = None) -> None:
     """Calibrate a fresh memory on training ``rows``: on ``CALIBRATED`` tokens, spread evenly over them.
 
-    Rows are cut to twice the memory's capacity, or ``LENGTH`` tokens. Of a stream, its first rows are taken. Memories
+    Rows are cut to :func:`retrofit.calibration.row_length`. Of a stream, its first rows are taken. Memories
     that have nothing to calibrate are left as they are.
 
     Args:
         device: where to do it and to leave the model; by default where it is.
     """
-    memories = [memory for memory in model.model.memories().values() if memory.calibrates]
-    if not memories:
+    if not any(memory.calibrates for memory in model.model.memories().values()):
         return
-    long = max(LENGTH, *(2 * memory.capacity for memory in memories))
+    long = row_length(model)
     if isinstance(rows, Sized):
         shortest = min(long, len(rows[0]["input_ids"]))  # type: ignore[index]
         count = min(len(rows), -(-CALIBRATED // shortest))

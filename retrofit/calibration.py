@@ -14,9 +14,10 @@ from patches.step import Pass, Step
 from .evaluation.perplexity import read_sequences
 from .evaluation.scores import evaluate
 from .loading import load_tokenizer
-from .shares import Needs, between
+from .shares import TEXT, Needs, between
 
-TEXTS, LENGTH = 8, 1024  # rows and tokens of a row that are read of a user's text
+TEXTS, LENGTH = 8, 1024  # rows and tokens of a row that are read of a user's text, where the window is short
+LONGEST = 4096  # tokens of a row, however long the window is
 Watch = Callable[[int, Any, Step, Tensor], None]
 PARTS = (1.0, 0.5, 0.0)  # of the way from the rows that were set, and from even ones, to those by need
 ROUNDS = 2  # first what the queries are like, then how the keys stand to them
@@ -114,14 +115,34 @@ def _read(model: Any, texts: list[Tensor], watch: Watch) -> None:
             hook.remove()
 
 
-def read_texts(source: str, base: str) -> list[Tensor]:
-    """``TEXTS`` rows (1, LENGTH) of token ids, spread evenly over ``source`` (a text file or a folder of them).
+def row_length(model: Any) -> int:
+    """Tokens of a row to calibrate on: twice S + W of the layer that forgets last, and ``LENGTH`` at least.
+
+    With ``shares="need"`` they are :data:`retrofit.shares.TEXT` windows.
+    """
+    memories = [memory for memory in model.get_decoder().memories().values() if memory.calibrates]
+    by_need = any(getattr(memory.options, "shares", "even") == "need" for memory in memories)
+    return max([LENGTH, *(TEXT * memory.window if by_need else 2 * memory.capacity for memory in memories)])
+
+
+def read_texts(source: str, base: str, length: int = LENGTH) -> list[Tensor]:
+    """Rows (1, T) of token ids, ``TEXTS * LENGTH`` in all, spread evenly over ``source`` (a text file or a folder).
+
+    Args:
+        source: what to read.
+        base: whose tokenizer reads it.
+        length: T, where a text has so many tokens; ``LONGEST`` at most. If none has, T is ``LENGTH``.
 
     Raises:
         RetrofitError: as :func:`retrofit.evaluation.perplexity.read_sequences`, or ``base`` has no tokenizer.
     """
-    rows = read_sequences(source, load_tokenizer(base), length=LENGTH)
-    return list(rows[:: -(-len(rows) // TEXTS)].split(1))
+    tokenizer = load_tokenizer(base)
+    try:
+        rows = read_sequences(source, tokenizer, length=min(length, LONGEST))
+    except RetrofitError:
+        rows = read_sequences(source, tokenizer, length=LENGTH)
+    count = -(-TEXTS * LENGTH // rows.shape[1])
+    return list(rows[:: -(-len(rows) // count)].split(1))
 
 
 def _observe(again: bool, index: int, attention: Any, step: Step, lengths: Tensor) -> None:

@@ -72,9 +72,9 @@ def patch(
     def build() -> Any:
         model = retrofit.patch(base, **given)
         if data is not None:
-            from retrofit.calibration import read_texts
+            from retrofit.calibration import read_texts, row_length
 
-            retrofit.calibrate(model, read_texts(data, base))
+            retrofit.calibrate(model, read_texts(data, base, row_length(model)))
         return model
 
     inputs = [base] if recipe is None else [base, str(recipe)]

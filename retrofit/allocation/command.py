@@ -11,7 +11,7 @@ app = Verbs()
 
 
 @app.verb(
-    "retrofit allocate Qwen/Qwen2.5-0.5B --data corpus.txt --bytes 3000000 -o by-need.yaml",
+    "retrofit allocate Qwen/Qwen2.5-0.5B --data corpus.txt --bytes 150000 -o by-need.yaml",
     "retrofit patch Qwen/Qwen2.5-0.5B --recipe by-need.yaml --data corpus.txt -o by-need",
 )
 def allocate(

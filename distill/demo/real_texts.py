@@ -6,9 +6,9 @@ and more.jsonl, for longer fits.
 The novel and the conversations are never calibrated on, and nothing is chosen on them.
 """
 
+import argparse
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,5 +179,8 @@ def _spread(of: int, count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    base_and_tokenizer(Path(sys.argv[1]), None, "float32", print)
-    write_mix(Path(sys.argv[1]), print)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, metavar="DIR", help="folder to write")
+    output = parser.parse_args().output
+    base_and_tokenizer(output, None, "float32", print)
+    write_mix(output, print)

@@ -185,6 +185,7 @@ def untrained(config: Any, window: int, dtype: str = "bfloat16") -> Ways:
     size = BYTES * config.num_key_value_heads
     marks = _state_bytes(config, "tova", window + tokens, {}, dtype)  # where its tokens stand
     ways["joint, calculated"] = {"memory": "joint"}
+    ways["joint, calculated, linear branch alone"] = {"memory": "joint", "branches": "linear", "features": 62}
     ways["tova"] = {"memory": "tova", "window": window + (size - marks) * tokens // size}
     for kind, option in (("h2o", "heavy"), ("compressive", "rows"), ("kvm", "rows")):
         few, more = (_state_bytes(config, kind, window, {option: tokens - less}, dtype) for less in (16, 8))

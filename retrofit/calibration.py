@@ -136,10 +136,12 @@ def read_texts(source: str, base: str, length: int = LENGTH) -> list[Tensor]:
     Raises:
         RetrofitError: as :func:`retrofit.evaluation.perplexity.read_sequences`, or ``base`` has no tokenizer.
     """
-    tokenizer = load_tokenizer(base)
+    tokenizer, length = load_tokenizer(base), min(length, LONGEST)
     try:
-        rows = read_sequences(source, tokenizer, length=min(length, LONGEST))
+        rows = read_sequences(source, tokenizer, length=length)
     except RetrofitError:
+        if length <= LENGTH:
+            raise
         rows = read_sequences(source, tokenizer, length=LENGTH)
     count = -(-TEXTS * LENGTH // rows.shape[1])
     return list(rows[:: -(-len(rows) // count)].split(1))

@@ -46,12 +46,9 @@ def main(output: Path, rows: int, kept: list[int]) -> None:
                     own[label] = (full.exp() * (full - cut)).sum(-1).mean().item()
             file.write_text(json.dumps(found))
             print(f"{kind}, row {at + 1} of {len(ids)}", flush=True)
-    told = {f"{name}, {size} rows" for name in PRESSES for size in kept}
     lines = [f"| | mean | {' | '.join(texts)} |", f"|---|{'---:|' * (len(texts) + 1)}"]
-    for name, of_kind in found.items():
-        if name not in told:  # of an earlier call, perhaps of fewer rows
-            continue
-        shown = [mean(of_kind[kind][label] for label in own) for kind, own in labels.items()]
+    for name in (f"{name}, {size} rows" for name in PRESSES for size in kept):
+        shown = [mean(found[name][kind][label] for label in own) for kind, own in labels.items()]
         lines.append(f"| {name} | {' | '.join(f'{one:.4f}' for one in (mean(shown), *shown))} |")
     (output / "presses.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -140,7 +140,7 @@ def usual_dtype(file: Path) -> str:
     return "float32" if bfloat16_is_slow() else "bfloat16"
 
 
-def contenders(config: Any, window: int, dtype: str = "bfloat16") -> Ways:
+def contenders(config: Any, window: int, dtype: str) -> Ways:
     """Every way to spend ``BYTES`` per head beside the window, and the best ones at three times as many.
 
     In float32, which CPUs are slower in, without the latter and without what needs a base in bfloat16.
@@ -165,7 +165,7 @@ def contenders(config: Any, window: int, dtype: str = "bfloat16") -> Ways:
     return ways
 
 
-def candidates(config: Any, window: int, dtype: str = "bfloat16") -> Ways:
+def candidates(config: Any, window: int, dtype: str) -> Ways:
     """What ``--choose`` compares, in any dtype: bits, tilts, shares at ``BYTES``, and tilts at three times as many."""
     ways: Ways = {BARE: {"memory": "none"}}
     for size, note, all_bits in ((BYTES, "", (16, 8, 4)), (3 * BYTES, f", {THRICE}", (8,))):
@@ -178,7 +178,7 @@ def candidates(config: Any, window: int, dtype: str = "bfloat16") -> Ways:
     return ways
 
 
-def untrained(config: Any, window: int, dtype: str = "bfloat16") -> Ways:
+def untrained(config: Any, window: int, dtype: str) -> Ways:
     """The other kinds without any training, at ``BYTES`` beside a base in ``dtype``; ``joint`` and the windows."""
     tokens = fitting(config, BYTES, dtype)["exact"]
     ways: Ways = {BARE: {"memory": "none"}, EQUAL: {"memory": "none", "window": window + tokens}}

@@ -157,7 +157,6 @@ def test_every_verb_takes_a_file(tmp_path: Path) -> None:
             "--output",
             str(tmp_path / "by-need.yaml"),
         ],
-        ["bench", "run", "--model", str(tmp_path / "merged"), "--length", "64"],
         ["generate", str(file), "--adapter", str(adapter), "--prompt", "\x05\x06\x07", "--max-new-tokens", "2"],
     ):
         result = CliRunner().invoke(app, [verb, *given])

@@ -9,34 +9,37 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import retrofit
-from distill.demo import real, real_texts
+from distill.demo import real, real_texts, real_ways
 from retrofit.evaluation.scores import evaluate
 from retrofit.packages import Package
 from tests.conftest import tiny_base
 from tests.helpers import tokens
 
-MARKS = {real.BARE: "window", "expected": "6 rows"}
+MARKS = {real_ways.BARE: "window", "expected": "6 rows"}
 SETTINGS = {"window": 6, "length": 40, "every": 1}
 
 
 def two_models(base: Any) -> dict[str, Any]:
-    ways = {real.BARE: {"memory": "none"}, "expected": {"memory": "expected", "rows": 6}}
+    ways = {real_ways.BARE: {"memory": "none"}, "expected": {"memory": "expected", "rows": 6}}
     return real.patched(base, ways, [tokens(1, 30)], window=6)
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("ways", [real.contenders, real.candidates, real.untrained])
+@pytest.mark.parametrize("ways", [real_ways.contenders, real_ways.candidates, real_ways.untrained])
 def test_everybody_has_the_bytes_of_their_table(ways: Any, base_dtype: str) -> None:
     base = tiny_base("Llama", num_key_value_heads=2, head_dim=64, num_attention_heads=2, num_hidden_layers=1)
     models = {
-        name: retrofit.patch(base, **{"window": 128, "sinks": real.SINKS, **how})
+        name: retrofit.patch(base, **{"window": 128, "sinks": real_ways.SINKS, **how})
         for name, how in ways(base.config, 128, base_dtype).items()
     }
-    bare = models.pop(real.BARE)
+    bare = models.pop(real_ways.BARE)
     for name, model in models.items():
-        dtype = base_dtype if ways is real.untrained else "bfloat16" if "bfloat16" in name else "float32"
-        size, given = real.beside_the_window(model, bare, dtype), 2 * real.BYTES * (3 if name.endswith("3 x") else 1)
-        one_more = max(2 * 2 * 64 * real.WIDTH[dtype], 2 * (64 + 2) + 8) + 4
+        dtype = base_dtype if ways is real_ways.untrained else "bfloat16" if "bfloat16" in name else "float32"
+        size, given = (
+            real.beside_the_window(model, bare, dtype),
+            2 * real_ways.BYTES * (3 if name.endswith("3 x") else 1),
+        )
+        one_more = max(2 * 2 * 64 * real_ways.WIDTH[dtype], 2 * (64 + 2) + 8) + 4
         assert given - 2 * one_more < size <= given, name
 
 
@@ -44,7 +47,7 @@ def test_rows_are_scored_once_and_the_table_is_of_them(tmp_path: Path) -> None:
     models = two_models(tiny_base("Qwen2"))
     texts = {"speeches": tokens(2, 40, seed=0), "novel": tokens(1, 40, seed=1)}
     file, said = tmp_path / "real.json", []
-    first = real.scored({real.BARE: models[real.BARE]}, MARKS, texts, SETTINGS, file, said.append)
+    first = real.scored({real_ways.BARE: models[real_ways.BARE]}, MARKS, texts, SETTINGS, file, said.append)
     rows = real.scored(models, MARKS, texts, SETTINGS, file, said.append)
     assert rows[: len(first)] == first, "what was scored before is scored no more"
     assert [line.split()[4] for line in said if "models, " in line] == ["1"] * 6, "one model is missing each time"
@@ -52,10 +55,10 @@ def test_rows_are_scored_once_and_the_table_is_of_them(tmp_path: Path) -> None:
     assert real.scored(models, MARKS, texts, SETTINGS, file, again.append) == rows
     assert not any("models, " in line for line in again)
 
-    told = evaluate(models, texts["speeches"], start=6 + real.SINKS, batch_size=1)
+    told = evaluate(models, texts["speeches"], start=6 + real_ways.SINKS, batch_size=1)
     bare, chosen = real.table(rows, models)
     assert bare["mean"] == bare["speeches"] == bare["nll"] == 0
-    assert chosen["speeches"] == pytest.approx(1 - told["expected"].mean_kl / told[real.BARE].mean_kl)
+    assert chosen["speeches"] == pytest.approx(1 - told["expected"].mean_kl / told[real_ways.BARE].mean_kl)
     assert chosen["mean"] == pytest.approx((chosen["speeches"] + chosen["novel"]) / 2)
     assert len(chosen["each"]) == 3
     assert f"| expected | {chosen['float32']:,} / {chosen['bfloat16']:,} | {chosen['nats']:.4f} |" in real.markdown(
@@ -65,7 +68,7 @@ def test_rows_are_scored_once_and_the_table_is_of_them(tmp_path: Path) -> None:
 
 def test_a_base_in_float32_has_fewer_ways() -> None:
     config = tiny_base("Llama").config
-    few, all_ = (real.contenders(config, 128, dtype) for dtype in ("float32", "bfloat16"))
+    few, all_ = (real_ways.contenders(config, 128, dtype) for dtype in ("float32", "bfloat16"))
     assert few.items() < all_.items()
     assert real.BEST in few
     assert {name for name in all_ if "bfloat16" in name or "3 x" in name} == all_.keys() - few.keys()
@@ -118,7 +121,7 @@ def test_other_settings_or_texts_are_not_taken_for_these(tmp_path: Path) -> None
 def test_one_calibration_serves_all() -> None:
     base = tiny_base("Qwen2")
     models = two_models(base)
-    alone = retrofit.patch(base, "expected", 6, real.SINKS, rows=6)
+    alone = retrofit.patch(base, "expected", 6, real_ways.SINKS, rows=6)
     retrofit.calibrate(alone, [tokens(1, 30)])
     for name, value in alone.state_dict().items():
         assert torch.equal(value, models["expected"].state_dict()[name]), name

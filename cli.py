@@ -3,9 +3,11 @@
 import errno
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import traceback
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import typer
@@ -54,7 +56,9 @@ class Verbs(TyperGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run the command line and end the process."""
+        _quieten()
         try:
+            _check_surroundings(args[0] if args else kwargs.get("args") or sys.argv[1:])
             sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))
         except Exception as error:
             message = _sentence(error)
@@ -71,6 +75,40 @@ class Verbs(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from None
+
+
+def _check_surroundings(arguments: list[str]) -> None:
+    """Refuse what no verb can work with, before any tries.
+
+    Raises:
+        BadParameter: an argument is not UTF-8, or an output has no name.
+        OSError: the current folder is gone.
+    """
+    for argument in arguments:
+        if not argument.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in argument):
+            raise typer.BadParameter(f"{argument!a} is not UTF-8: write it in UTF-8, or rename the file")
+    for flag, value in pairwise(arguments):
+        if flag in ("-o", "--output", "--json") and not value:
+            raise typer.BadParameter(f"{flag} is empty: name what is to be written")
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise OSError(error.errno, "the current folder was removed: change to another one") from None
+
+
+def _quieten() -> None:
+    """Keep what other libraries say in passing off both streams: stdout has results, stderr what we say.
+
+    Their errors are shown.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # of the bars that say nothing of their own, such as "Loading weights"
+    for chatty in (logging.lastResort, logging.getLogger("torch.utils._pytree"), logging.getLogger("DeepSpeed")):
+        if chatty is not None:
+            chatty.addFilter(_worth_showing)
+
+
+def _worth_showing(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or record.name.partition(".")[0] in ("patches", "retrofit", "distill")
 
 
 def _sentence(error: Exception) -> str:

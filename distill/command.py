@@ -10,7 +10,7 @@ from distill.recipe import Recipe, load_recipe, read_recipe, shipped_recipes
 from patches.errors import RetrofitError
 from retrofit.files import check_file, check_output, write_bytes
 from retrofit.import_guard import HERE
-from retrofit.options import Json, Memory, Options, Output, Overwrite, Seed, Verbs, flags, pairs
+from retrofit.options import Json, Memory, Options, Output, Overwrite, Seed, Verbs, flags, loading, pairs
 
 app = Verbs()
 recipes = Verbs(help="List, show, copy and check recipes.")
@@ -29,6 +29,7 @@ def demo(
 
     It teaches a small model, gives it a memory, distils, compares, saves, loads and generates.
     """
+    loading("torch and transformers")
     if memory == "all":
         from distill.demo.every_kind import run_all
 
@@ -83,13 +84,16 @@ def distill(
     DIR/model and DIR/metrics.json. Every key of a recipe has a flag, which overrides the recipe.
     """
     is_recipe = source in shipped_recipes() or Path(source).suffix in (".yaml", ".yml")
-    values = read_recipe(source) if is_recipe else {"base": source}
+    values = read_recipe(source) if is_recipe else {}
+    if not is_recipe and given.setdefault("base", source) != source:
+        raise typer.BadParameter(f"--base {given['base']}: the base is {source} already: leave one of them out")
     if option:
-        given["options"] = {**given.get("options", {}), **pairs("--option", option)}
-    recipe = Recipe.from_dict({**values, **given, **pairs("--set", set_)}, source if is_recipe else "flags")
+        given["options"] = _once(given.get("options", {}), "--option", option)
+    recipe = Recipe.from_dict({**values, **_once(given, "--set", set_)}, source if is_recipe else "")
     read = [name for name in (source, recipe.base, recipe.init_adapter, recipe.deepspeed) if name is not None]
     if json_file is not None:
         check_file(json_file, [*read, *recipe.sources])
+    loading(recipe.base)
     if dry_run:
         from distill.dry_run import dry_run as look
 
@@ -109,6 +113,14 @@ def distill(
     metrics = run(recipe, resume=resume, overwrite=overwrite)
     if json_file is not None and metrics:  # the first process of several has them
         write_rows(json_file, metrics["rows"])
+
+
+def _once(given: dict[str, Any], flag: str, items: list[str] | None) -> dict[str, Any]:
+    """``given`` and the pairs in ``items``, of which none may name what was given already."""
+    more = pairs(flag, items)
+    for key in more.keys() & given.keys():
+        raise typer.BadParameter(f"{flag} {key} is given by another flag, too: leave one of them out")
+    return {**given, **more}
 
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]

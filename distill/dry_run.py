@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from distill.lora import add_lora
 from distill.objective import Objective
-from distill.preflight import check_recipe, lossless, memory_of
+from distill.preflight import budgets, check_recipe, memory_of
 from distill.recipe import Recipe
 from distill.simulate import step_bytes
 from distill.windows import check_draws, draw_window
@@ -35,6 +34,7 @@ from retrofit.costs.estimate import DTYPES, layer_memories
 from retrofit.costs.flops import Shape, attention_flops, distinct
 from retrofit.files import write_json
 from retrofit.patching import skeleton
+from retrofit.plain_yaml import dump_yaml
 from retrofit.table import print_table
 
 GPUS = (1, 2, 4, 8, 16, 32)
@@ -95,7 +95,7 @@ def plan(recipe: Recipe) -> Plan:
     dtype = DTYPES.get(recipe.dtype) or (own if isinstance(own, torch.dtype) else torch.float32)
     settings = memory_of(recipe)
     check_base(config, settings)
-    lossless(recipe, config)
+    budgets(recipe, config)
     model = skeleton(config, settings)
     Objective.of(recipe).check(model)
     if recipe.window_sampling == "ahn":
@@ -188,7 +188,7 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
         f"several GPUs: {divided} (--deepspeed none, zero2, zero3 or --fsdp)",
         f"hours: {took:,.2f} for {recipe.steps} steps on any number of GPUs, at "
         f"{utilisation:.0%} of {peak_tflops:,.0f} TFLOP/s (989 is H100 and H200, dense bfloat16), full rows{passes}",
-        "GiB: weights and optimizer by formula, activations from the step run on tensors without data, within 15 % of "
+        "GiB: weights and optimizer by formula, activations from the step run on tensors without data, within 20 % of "
         "real steps on a CPU (docs/estimate.md); not checked on a GPU, whose context comes on top",
     ]
 
@@ -204,7 +204,7 @@ def dry_run(recipe: Recipe, *, peak_tflops: float, utilisation: float, json_file
     """
     found = plan(recipe)
     rows = table(found, recipe, peak_tflops, utilisation)
-    print(yaml.safe_dump(recipe.to_dict(), sort_keys=False))
+    print(dump_yaml(recipe.to_dict()))
     print("\n".join(summary(found, recipe, peak_tflops, utilisation)))
     print_table("", rows, COLUMNS)
     windows = [{"window": W, "sinks": S, "steps": count} for (W, S), count in found.windows.items()]

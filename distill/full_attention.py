@@ -33,7 +33,7 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     before = look(q, k[:, :, :seen], v[:, :, :seen], None, scale, 0.0)
     own = look(q, k[:, :, seen:], v[:, :, seen:], None, scale, 0.0, causal=True)
-    return join(before, own), None
+    return join(before, own).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, attend)

@@ -8,7 +8,6 @@ the model.
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from distill.lora import lora_off
 from distill.parallel.zero import window_only
 from retrofit.evaluation.scores import evaluating, hidden_states
+from retrofit.observer import LayerCall, watch_layers
 
 LEAST = 1e-6  # of the teacher's output: a window that misses it by less misses rounding errors
 Tokens = dict[str, Tensor]
@@ -75,30 +75,22 @@ class LocalFit:
             self._bare.set_window(memory["window"], memory["sinks"])  # a step may have drawn its own
         plans = [one.model.plan(tokens["input_ids"], tokens.get("attention_mask")) for one in (model, self._bare)]
 
-        def look(layer: int, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            bare, full = self._bare.model.layers[layer].self_attn, output[0].detach()
-            own, window = (
-                # not called: this is the call's own hook
-                partial(one.forward, *args, **{**kwargs, "attention_mask": None, "memory_pass": plan})
-                for one, plan in zip((module, bare), plans, strict=True)
-            )
+        def look(call: LayerCall) -> None:
+            full, own, bare = call.output.detach(), call.attention, self._bare.model.layers[call.index].self_attn
             with torch.no_grad():
-                least = LEAST * _squares(full, scored)
-                missed = torch.maximum(_squares(window()[0] - full, scored), least).clamp_min(torch.finfo().tiny)
+                missed = _squares(call.repeat(bare, plans[1]) - full, scored)
+                missed = torch.maximum(missed, LEAST * _squares(full, scored)).clamp_min(torch.finfo().tiny)
             with torch.set_grad_enabled(learn is not None):
-                errors = _squares(own()[0] - full, scored) / missed
+                errors = _squares(call.repeat(own, plans[0]) - full, scored) / missed
                 if learn is not None:
-                    learn(layer, errors)
-            found[layer] = errors.detach()
+                    learn(call.index, errors)
+            found[call.index] = errors.detach()
 
         with ExitStack() as stack:
             for context in (evaluating(model), model.memory_off(), lora_off(model)):
                 stack.enter_context(context)
             if plans[0].evicting:
-                for layer in self.layers:
-                    attention = model.model.layers[layer].self_attn
-                    handle = attention.register_forward_hook(partial(look, layer), with_kwargs=True)
-                    stack.callback(handle.remove)
+                stack.enter_context(watch_layers(model.model, self.layers, look))
             hidden_states(student, tokens, model.get_decoder())
         if not found:  # nothing leaves a window in these rows
             return torch.zeros(len(self.layers), len(scored), device=scored.device)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distill.data.chat import IGNORED
 from retrofit.lm_head import chunks, kl, log_probs, through_head
+from retrofit.texts.chat import IGNORED
 
 # logits of one chunk: 256 MiB in fp32; with half as many the products read the head so often that it costs 15 %
 CHUNK_ELEMENTS = 2**26

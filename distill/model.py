@@ -1,23 +1,20 @@
 """The model that a run starts from: the patched base with a fresh memory, an adapter's or published AHN weights."""
 
-from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import set_seed
 
 import retrofit
+from distill.data.rows import Rows
 from distill.lora import add_lora
 from distill.recipe import Recipe
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit import adapter, convert
-from retrofit.calibration import calibrate, row_length
+from retrofit.calibration import TOKENS, calibrate, row_length, spread
 from retrofit.hub_folder import fetch_folder
-
-CALIBRATED = 8192  # tokens
 
 
 def build_model(recipe: Recipe, *, fresh: bool = False) -> Any:
@@ -36,7 +33,7 @@ def build_model(recipe: Recipe, *, fresh: bool = False) -> Any:
 
 
 def calibrate_on(model: Any, rows: Any, device: str | None = None) -> None:
-    """Calibrate a fresh memory on training ``rows``: on ``CALIBRATED`` tokens, spread evenly over them.
+    """Calibrate a fresh memory on training ``rows``: on :data:`retrofit.calibration.TOKENS`, spread evenly over them.
 
     Rows are cut to :func:`retrofit.calibration.row_length`. Of a stream, its first rows are taken. Memories
     that have nothing to calibrate are left as they are.
@@ -47,15 +44,14 @@ def calibrate_on(model: Any, rows: Any, device: str | None = None) -> None:
     if not any(memory.calibrates for memory in model.model.memories().values()):
         return
     long = row_length(model)
-    if isinstance(rows, Sized):
-        shortest = min(long, len(rows[0]["input_ids"]))  # type: ignore[index]
-        count = min(len(rows), -(-CALIBRATED // shortest))
-        rows = [rows[index * len(rows) // count] for index in range(count)]  # type: ignore[index]
+    chosen = rows
+    if isinstance(rows, Rows):
+        chosen = [rows[index] for index in spread([min(long, length) for length in rows.lengths()])]
     taken, read = [], 0
-    for row in rows:
-        taken.append(torch.as_tensor(row["input_ids"]).long()[None, :long])
+    for row in chosen:
+        taken.append(row["input_ids"][None, :long])
         read += taken[-1].shape[1]
-        if read >= CALIBRATED:
+        if chosen is rows and read >= TOKENS:  # a stream does not end
             break
     calibrate(model if device is None else model.to(device), taken)
 

@@ -22,6 +22,7 @@ from distill.segments import Read, Reader, in_segments, pieces
 from patches.errors import RetrofitError
 from retrofit.evaluation.scores import evaluating, hidden_states
 from retrofit.lm_head import gathered
+from retrofit.observer import watch_layers
 
 Batch = dict[str, Tensor]
 
@@ -70,6 +71,23 @@ class Objective:
             raise RetrofitError(
                 "loss 'mse' compares what goes into each layer's output projection, and memory 'tensor-cache' joins "
                 "behind it: set loss to 'kl' or 'ce'"
+            )
+
+    def check_rows(self, rows: Any, reach: int) -> None:
+        """Refuse rows from which a layer that keeps the last tokens up to ``reach`` would learn nothing.
+
+        Streams are let in: nobody knows what will come.
+
+        Raises:
+            RetrofitError: none has a position past ``reach`` that counts.
+        """
+        if not hasattr(rows, "__len__"):
+            return
+        labels = (torch.as_tensor(labels_of(rows[index])) for index in range(len(rows)))
+        if not any(self.scored(one[None], reach).any() for one in labels):
+            raise RetrofitError(
+                f"none of the {len(rows)} training rows has anything to learn beyond {reach} tokens (the widest window "
+                "of a trained layer, and the sinks): give longer texts, or set a smaller window"
             )
 
     def scored(self, labels: Tensor, lossless: int) -> Tensor:
@@ -147,6 +165,19 @@ class Objective:
         return losses + self.mse * squared_errors(outputs, taught.outputs, scored) if self.mse else losses
 
 
+def labels_of(row: Any) -> Any:
+    """The labels of a row or a batch.
+
+    Raises:
+        RetrofitError: it has none.
+    """
+    if "labels" not in row:
+        raise RetrofitError(
+            "rows need 'labels' beside 'input_ids': the same ids, with -100 where there is nothing to learn"
+        )
+    return row["labels"]
+
+
 def tokens_of(batch: Batch) -> Batch:
     """What of a batch the model is given."""
     tokens = {"input_ids": batch["input_ids"]}
@@ -185,17 +216,10 @@ def attention_outputs(model: Any, wanted: bool = True) -> Iterator[list[Tensor]]
         wanted: False leaves the list empty, and the model alone.
     """
     outputs: list[Tensor] = []
-    handles = []
-    if wanted:
-        for index, memory in model.model.memories().items():
-            if memory.trainable:  # others="window" gives the other layers one that has nothing to fit
-                projection = model.model.layers[int(index)].self_attn.o_proj
-                handles.append(projection.register_forward_pre_hook(lambda _module, args: outputs.append(args[0])))
-    try:
+    # others="window" gives the other layers a memory that has nothing to train
+    layers = [index for index, memory in model.model.memories().items() if wanted and memory.trainable]
+    with watch_layers(model.model, layers, lambda call: outputs.append(call.heads)):
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def squared_errors(student: list[Tensor], teacher: list[Tensor], scored: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ def memory_of(recipe: Recipe) -> MemoryConfig:
     )
 
 
-def lossless(recipe: Recipe, config: Any) -> int:
-    """S + W of the layer that forgets first.
+def budgets(recipe: Recipe, config: Any) -> tuple[int, int]:
+    """S + W of the layer that forgets first, and of the layer with the memory that forgets last.
 
     Args:
         config: the base's transformers configuration.
@@ -60,8 +60,9 @@ def lossless(recipe: Recipe, config: Any) -> int:
         RetrofitError: rows never leave the window of a layer with the memory, or layers that this base has not.
     """
     memory = memory_of(recipe)
-    recipe.check_length(min(one.window for one in memory.of_layers(config) if one and one.kind == memory.kind))
-    return recipe.sinks + min(memory.windows(config))
+    widest = max(one.window for one in memory.of_layers(config) if one and one.kind == memory.kind)
+    recipe.check_length(widest)
+    return recipe.sinks + min(memory.windows(config)), recipe.sinks + widest
 
 
 def _check_schedule(recipe: Recipe) -> None:

@@ -253,32 +253,33 @@ class Recipe(Checked):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "recipe") -> "Recipe":
-        """Build a recipe from the mapping a YAML file holds; ``where`` names the file in errors.
+        """Build a recipe from the mapping a YAML file holds; ``where`` names the file in errors, if there is one.
 
         Raises:
             RetrofitError: an unknown key (with the nearest one), or as the class itself.
         """
-        known = list(settings(cls))
+        known, begin = list(settings(cls)), f"{where}: " if where else ""
         for key in data:
             if key not in known:
-                raise RetrofitError(
-                    f"{where}: unknown key {key!r}{nearest(str(key), known)}; the keys are {', '.join(known)}"
+                meant = (
+                    nearest(str(key), known) or ": `retrofit distill --help` and `retrofit recipes show` name the keys"
                 )
+                raise RetrofitError(f"{begin}unknown key {key!r}{meant}")
         try:
             return cls(**data)
         except RetrofitError as error:
-            raise RetrofitError(f"{where}: {error}") from None
+            raise RetrofitError(f"{begin}{error}") from None
 
     def check_length(self, window: int) -> None:
-        """Refuse rows that never leave ``window``, the narrowest of a layer with the memory.
+        """Refuse rows that never leave ``window``, that of a layer with the memory.
 
         With ``window_sampling`` too: held-out rows are scored at the window that is saved.
         """
         least = window + self.sinks + 2
         if self.seq_len < least:
             raise RetrofitError(
-                f"seq_len: {self.seq_len} tokens never leave a window of {window} and {self.sinks} sinks, so there is "
-                f"nothing to learn: set {least} or more, or set a smaller window"
+                f"seq_len: {self.seq_len} tokens never leave a window of {window} and {self.sinks} sinks, so a layer "
+                f"with it has nothing to learn: set {least} or more, or set a smaller window"
             )
 
     def places(self) -> tuple[str, str, Path]:

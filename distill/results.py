@@ -10,7 +10,7 @@ from distill.parallel.processes import Processes
 from distill.parallel.zero import window_only
 from distill.progress import progress_bar
 from distill.recipe import Recipe
-from retrofit.costs.held import row_bytes, state_bytes
+from retrofit.costs.held import kept_bytes
 from retrofit.evaluation.baselines import equal_memory_window, narrowest_window
 from retrofit.evaluation.scores import Scores, evaluate
 from retrofit.table import markdown
@@ -21,7 +21,7 @@ COLUMNS = {
     "kl": ("KL to teacher", ".4f"),
     "kl_gap_closed": ("KL gap closed", ".1%"),
     "nll": ("NLL", ".4f"),
-    "state_bytes": ("state bytes", ",d"),
+    "kept_bytes": ("bytes beside the window", ",d"),
     "seconds": ("seconds", ".0f"),
 }
 
@@ -47,16 +47,14 @@ def compare(
     Returns:
         One row each for the teacher, the window-only model, the window-only model whose window costs as many bytes as
         window and memory together, and the memory: ``name``, ``window``, ``kl`` and ``nll`` (nats, means),
-        ``kl_gap_closed``, ``state_bytes`` (what a sequence keeps in one layer besides the sinks and W tokens) and
-        ``seconds`` of fitting.
+        ``kl_gap_closed``, ``kept_bytes`` (what a sequence keeps in one layer besides the sinks and as many
+        tokens as the narrowest window has) and ``seconds`` of fitting.
     """
     wide, narrow = equal_memory_window(model), narrowest_window(model)
-    windows = [memory.window for memory in model.model.memories().values()]
-    more = (wide * len(windows) - sum(windows)) * row_bytes(model.config, model.dtype) // len(windows)
-    models = {  # name: model, window, state bytes, seconds
-        "window-only": (window_only(model), narrow, 0, 0.0),
-        "window-only, equal memory": (window_only(model, wide), wide, more, 0.0),
-        recipe.memory: (model, narrow, state_bytes(model), fitted_in),
+    models = {  # name: model, window, seconds
+        "window-only": (window_only(model), narrow, 0.0),
+        "window-only, equal memory": (window_only(model, wide), wide, 0.0),
+        recipe.memory: (model, narrow, fitted_in),
     }
     sequences, labels = split.held_out.head(recipe.eval_rows).batch()
     # as many for each process, since ZeRO-3's weights are gathered by all at once; what is too much is cut off again
@@ -76,9 +74,10 @@ def compare(
     scores = {name: _together([each[name] for each in shares], count) for name in scores}
     rows = []
     for name, score in scores.items():
-        _, window, state, seconds = models.get(name, (None, None, None, None))  # the teacher has none of them
+        one, window, seconds = models.get(name, (None, None, None))  # the teacher has none of them
+        kept = None if one is None else kept_bytes(one, narrow)
         measured = {"name": name, "window": window, **score.figures(scores["window-only"])}
-        rows.append({**measured, "state_bytes": state, "seconds": seconds})
+        rows.append({**measured, "kept_bytes": kept, "seconds": seconds})
     return rows
 
 
@@ -104,7 +103,7 @@ def title(recipe: Recipe, split: Split) -> str:
     what = f"rows of {recipe.seq_len} tokens,"
     if split.collator is not None:
         what = f"{split.unit} of at most {recipe.seq_len} tokens, {split.learned}"
-    return f"{count} held-out {what} past the window; state bytes of one layer"
+    return f"{count} held-out {what} past the window; bytes of one layer"
 
 
 def card_details(recipe: Recipe, split: Split, rows: list[dict[str, Any]], command: str) -> str:

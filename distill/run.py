@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sized
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 from transformers.utils import logging
@@ -27,10 +27,11 @@ from distill.data.split import Split, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
 from distill.model import build_model, calibrate_on
+from distill.objective import Objective
 from distill.parallel import EXIT_STATUS, pulse
 from distill.parallel.processes import Processes, join, launch_of, trainer_settings
 from distill.parallel.zero import agreeing, find_config, whole
-from distill.preflight import check_recipe, lossless, reporters
+from distill.preflight import budgets, check_recipe, reporters
 from distill.progress import progress_bar
 from distill.recipe import Recipe
 from distill.results import COLUMNS, card_details, compare, layer_errors, title
@@ -47,10 +48,21 @@ from distill.trainer import DRAFT, DistillTrainer
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config
 from retrofit.export import export_model
-from retrofit.files import check_output, no_empty_folders, write_folder, write_json, write_text
+from retrofit.families import refuse_retrofit
+from retrofit.files import (
+    check_ours,
+    check_output,
+    no_empty_folders,
+    only_writer,
+    tidy,
+    write_folder,
+    write_json,
+    write_text,
+)
 from retrofit.fingerprint import difference
 from retrofit.lm_head import gathered, is_shared
-from retrofit.loading import check_vocabulary, load_config, load_tokenizer
+from retrofit.loading import check_tokenizer, check_vocabulary, load_config, load_tokenizer
+from retrofit.plain_yaml import dump_yaml
 from retrofit.quantised_bases import quantisation
 from retrofit.settings import settings
 from retrofit.table import finite, print_table
@@ -73,14 +85,23 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         overwrite: replace an earlier run in ``recipe.output``.
 
     Raises:
-        RetrofitError: base, data or output is not given, cannot be read, or does not fit the recipe.
+        RetrofitError: base, data or output is not given, cannot be read, or does not fit the recipe; another process is
+            writing to the output.
         SystemExit: with status 130, when interrupted.
     """
-    base, data, output = recipe.places()
+    _, _, output = recipe.places()
     ours = began_by(output, launch_of(first=False))
     resume = resume or (ours and (output / RECIPE_FILE).is_file())
     engine = find_config(recipe.deepspeed)
     processes = join(deepspeed=engine is not None)
+    with only_writer(output) if processes.main else nullcontext():
+        return _distill(recipe, engine, processes, resume, overwrite or ours)
+
+
+def _distill(
+    recipe: Recipe, engine: dict[str, Any] | None, processes: Processes, resume: bool, overwrite: bool
+) -> dict[str, Any]:
+    base, data, output = recipe.places()
     console = Console(stderr=True, quiet=not processes.main)
     if not processes.main:
         logging.disable_progress_bar()
@@ -88,16 +109,19 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         check_same_recipe(recipe, output)
     elif processes.main:
         read = [name for name in (base, recipe.init_adapter, recipe.deepspeed) if name is not None]
-        check_output(output, overwrite or ours, inputs=read, data=recipe.sources)
+        check_output(output, overwrite, inputs=read, data=recipe.sources)
+        _check_ours(output)
     # the main process looks for all: what one finds while another is at work would differ
     checkpoint = processes.same(last_whole(output, console) if resume and processes.main else None)
     check_recipe(recipe)
     reporters(recipe.report_to)
     with processes.main_first():
         config = load_config(base)  # no such base, or no family of ours: said before anything is tokenised
+        if recipe.init_adapter is None:
+            refuse_retrofit(config, base)
         tokenizer = load_tokenizer(base)
         check_vocabulary(tokenizer, config)
-        beyond = lossless(recipe, config)
+        beyond, reach = budgets(recipe, config)
         console.print(f"reading {data}", highlight=False)
         split = load_rows(
             data,
@@ -119,12 +143,15 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     if recipe.epochs is not None and isinstance(split.train, Sized):
         recipe = replace(recipe, steps=steps_of(recipe, len(split.train), processes.count))
     split.check_scored(beyond, recipe.eval_rows)
+    if recipe.window_sampling == "fixed":
+        Objective.of(recipe).check_rows(split.train, reach)
     if not recipe.streaming:
         console.print(split.sentence(), highlight=False, soft_wrap=True)
     found = describe_data(split.train, split.held_out.head(recipe.eval_rows), processes.count)
     if resume:
         check_same_data(output, found)
     model = build_model(recipe, fresh=checkpoint is not None)
+    check_tokenizer(tokenizer, model.config)
     if checkpoint is None and recipe.init_adapter is None:
         # ZeRO-3 and FSDP2 take the model from the CPU; a quantised one stays where it was loaded
         stays = recipe.fsdp or (engine or {}).get("zero_optimization", {}).get("stage") == 3
@@ -146,7 +173,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
         if processes.main and not resume:
             _clear(output)
             write_json(output / DATA_FILE, found | {"launch": launch_of()})  # first: whose the folder is from here on
-            write_text(output / RECIPE_FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
+            write_text(output / RECIPE_FILE, dump_yaml(recipe.to_dict()))
 
     fit = _Fit(model, recipe, split, checkpoint, processes, console)
     try:
@@ -218,19 +245,36 @@ def how_to_resume(output: Path, processes: int) -> str:
     return command
 
 
+def _of_a_run(output: Path) -> list[Path]:
+    """What a run writes, as far as it is there."""
+    names = (*RESULTS, RECIPE_FILE, DATA_FILE, "metrics.json", "log.jsonl")
+    return [*(output / name for name in names if (output / name).exists()), *checkpoints(output)]
+
+
+def _check_ours(output: Path) -> None:
+    """Refuse to remove what no run of ours wrote."""
+    there = [path for path in _of_a_run(output) if path.name not in RESULTS]
+    if there and not {output / DATA_FILE, output / RECIPE_FILE} & {*there}:
+        raise RetrofitError(f"{there[0]} was not written by `retrofit distill`: move it away, or choose another folder")
+    for name in RESULTS:
+        check_ours(output / name)
+
+
 def _clear(output: Path) -> None:
     """Remove an earlier run, and nothing else, from the output folder."""
     _remove_drafts(output)
-    for path in [*(output / name for name in RESULTS), *checkpoints(output)]:
-        shutil.rmtree(path, ignore_errors=True)
-    for name in (RECIPE_FILE, DATA_FILE, "metrics.json", "log.jsonl"):
-        (output / name).unlink(missing_ok=True)
+    for path in _of_a_run(output):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _remove_drafts(output: Path) -> None:
     """Remove what a run left that was killed while it saved."""
-    for draft in [output / DRAFT, *(path for name in RESULTS for path in output.glob(f".{name}.*"))]:
-        shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(output / DRAFT, ignore_errors=True)
+    for name in RESULTS:
+        tidy(output / name)
 
 
 class _Begin(TrainerCallback):
@@ -290,14 +334,17 @@ class _Fit:
         if recipe.push_to:
             trainer.add_callback(PushAdapter(recipe.push_to, self.console, self.processes))
         trainer.add_callback(RunLog(Path(args.output_dir) / "log.jsonl"))
-        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        rows = len(self.split.train) if isinstance(self.split.train, Sized) else None
         with (
             progress_bar("distilling", recipe.steps, done, self.console) as bar,
             StopOnSignal(self.console) as stop,
             agreeing(recipe.deepspeed),
         ):
-            trainer.add_callback(ShowProgress(bar, round(self.split.row_tokens * rows)))
+            trainer.add_callback(ShowProgress(bar, self.split.row_tokens, rows_per_step, rows))
             trainer.add_callback(stop)
+            if recipe.torch_compile:
+                self.console.print("compiling: the first step takes minutes, however small the base")
             try:
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             except UnpicklingError:  # the Trainer reads a checkpoint's optimizer and random states with weights_only

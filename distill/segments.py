@@ -7,7 +7,7 @@ hands the gradient on through the cache. That gradient is the whole row's. What 
 teacher's cache, which main memory can hold, and its hidden states, which main memory does hold.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 Read = Callable[..., Any]  # the decoder's forward: (input_ids, attention_mask, past_key_values, use_cache)
 
@@ -59,11 +59,11 @@ class Reader:
 
     def twice(self, piece: slice, use: Callable[[Callable[[], Tensor]], Tensor]) -> Tensor:
         """What ``use`` makes of the piece's :meth:`states`, which it calls for; computed again in the backward pass."""
-        # the graph keeps this function; did it keep this reader, whose cache keeps the graph, none would ever be freed
+        # capturing self would leak the graph through its cache
         begin, before = partial(Reader, self.read, self.decoder, self.tokens), self.cache
 
         def turn() -> tuple[Tensor, DynamicCache]:
-            own = begin(_copied(before))  # the second time begins where the first one did
+            own = begin(_fork(before))  # the second time begins where the first one did
             return use(partial(own.states, piece)), own.cache
 
         made, self.cache = checkpoint(turn, use_reentrant=False)
@@ -71,13 +71,9 @@ class Reader:
 
     def cut(self) -> None:
         """Let no gradient flow back to what was read so far."""
-        self.cache = _copied(self.cache)
-        for layer in self.cache.layers:
-            for name, value in vars(layer).items():
-                if isinstance(value, Tensor):
-                    setattr(layer, name, value.detach())
-            if hasattr(layer, "state"):
-                layer.state = {name: tensor.detach() for name, tensor in layer.state.items()}
+        self.cache = _fork(self.cache)
+        for index, layer in enumerate(self.cache.layers):
+            self.cache.layers[index] = _with_tensors(layer, {name: x.detach() for name, x in _tensors(layer).items()})
 
 
 @contextmanager
@@ -90,7 +86,8 @@ def in_segments(decoder: Any, read_all: Callable[[Read], Tensor]) -> Iterator[No
         read_all: takes the decoder's forward and gives hidden states (B, 1, E), which go to the head.
     """
     read, hooked = decoder.forward, vars(decoder).get("forward")
-    decoder.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=read_all(read))
+    # a family with experts asks for the logits of their router, too
+    decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=read_all(read))
     try:
         yield
     finally:
@@ -99,17 +96,33 @@ def in_segments(decoder: Any, read_all: Callable[[Read], Tensor]) -> Iterator[No
             decoder.forward = hooked
 
 
-def _copied(cache: DynamicCache) -> DynamicCache:
+def _fork(cache: DynamicCache) -> DynamicCache:
     """A cache that goes its own way: nothing that is added to it is seen by ``cache``. No tensor is copied."""
+    if hasattr(cache, "fork"):
+        return cache.fork()
     own = copy(cache)
-    own.layers = [_copied_layer(layer) for layer in cache.layers]
+    own.layers = [copy(layer) for layer in cache.layers]
     return own
 
 
-def _copied_layer(layer: Any) -> Any:
+def _tensors(layer: Any) -> dict[str, Tensor]:
+    """What a cache's layer holds, by name."""
+    if hasattr(layer, "named_tensors"):
+        return layer.named_tensors()
+    return {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
+
+
+def _with_tensors(layer: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """A layer like this one that holds these tensors and no others."""
     own = copy(layer)
-    if hasattr(own, "state"):
-        own.state = dict(own.state)
+    if hasattr(own, "set_tensors"):
+        own.keys = own.values = own.gates = None
+        own.set_tensors(tensors)
+        return own
+    for name in _tensors(own):
+        setattr(own, name, tensors.get(name))
+    for name, tensor in tensors.items():
+        setattr(own, name, tensor)
     return own
 
 
@@ -123,7 +136,7 @@ def _layer_by_layer(decoder: Any) -> Iterator[None]:
     for layer in decoder.layers:
         layer.forward = _recomputed(layer, layer.forward)
     try:
-        with _plain(decoder, *decoder.layers):
+        with _without_checkpointing(decoder, *decoder.layers):
             yield
     finally:
         for layer, forward in zip(decoder.layers, hooked, strict=True):
@@ -137,48 +150,28 @@ def _recomputed(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
     index = layer.self_attn.layer_idx
 
     def run(hidden: Tensor, *args: Any, past_key_values: DynamicCache, **kwargs: Any) -> Any:
-        # what the graph keeps must neither keep the graph nor, but as an argument, what is dropped with the activations
-        whole, tensors = _taken_apart(past_key_values.layers[index])
-        empty = copy(past_key_values)
+        # the graph keeps this function, which must keep neither the graph nor what is dropped with the activations:
+        # tensors of the cache are arguments
+        held = _tensors(past_key_values.layers[index])
+        names = list(held)
+        hollow, empty = _with_tensors(past_key_values.layers[index], {}), copy(past_key_values)
         empty.layers = [None] * len(past_key_values.layers)
 
         def turn(hidden: Tensor, *tensors: Tensor) -> tuple[Any, Any]:
             own = copy(empty)
             own.layers = [*empty.layers]
-            own.layers[index] = whole(tensors)
-            with _plain(layer):
+            own.layers[index] = _with_tensors(hollow, dict(zip(names, tensors, strict=True)))
+            with _without_checkpointing(layer):
                 return forward(hidden, *args, past_key_values=own, **kwargs), own.layers[index]
 
-        made, past_key_values.layers[index] = checkpoint(turn, hidden, *tensors, use_reentrant=False)
+        made, past_key_values.layers[index] = checkpoint(turn, hidden, *held.values(), use_reentrant=False)
         return made
 
     return run
 
 
-def _taken_apart(layer: Any) -> tuple[Callable[[Sequence[Tensor]], Any], list[Tensor]]:
-    """A function that makes a cache's layer of its tensors, and these."""
-    hollow = _copied_layer(layer)
-    names = [name for name, value in vars(hollow).items() if isinstance(value, Tensor)]
-    states = list(getattr(hollow, "state", ()))
-    tensors = [getattr(hollow, name) for name in names] + [hollow.state[name] for name in states]
-    for name in names:
-        setattr(hollow, name, None)
-    if states:
-        hollow.state = {}
-
-    def whole(tensors: Sequence[Tensor]) -> Any:
-        made = _copied_layer(hollow)
-        for name, tensor in zip(names, tensors, strict=False):
-            setattr(made, name, tensor)
-        if states:
-            made.state = dict(zip(states, tensors[len(names) :], strict=True))
-        return made
-
-    return whole, tensors
-
-
 @contextmanager
-def _plain(*modules: Any) -> Iterator[None]:
+def _without_checkpointing(*modules: Any) -> Iterator[None]:
     """Inside the block transformers' own checkpointing of these modules is off."""
     before = [module.gradient_checkpointing for module in modules]
     for module in modules:

@@ -22,13 +22,13 @@ from distill.data.rows import ByLength, EvenRows, longer_than
 from distill.local_fit import LocalFit
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
-from distill.objective import Batch, Objective, tokens_of
+from distill.objective import Batch, Objective, labels_of, tokens_of
 from distill.offload import offloaded
 from distill.parallel import fsdp, pulse
 from distill.parallel.zero import keep_base_out, partition, window_only
 from distill.schedules import in_stages
 from distill.unsupported import refuse_unsupported
-from distill.windows import check_draws, draw_window
+from distill.windows import check_draws, draw_window, reach
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
 from retrofit.evaluation.baselines import narrowest_window
@@ -149,10 +149,6 @@ class DistillTrainer(Trainer):
         pulse.beat()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         pulse.beat()
-        if any("labels" not in batch for batch in batches):
-            raise RetrofitError(
-                "rows need 'labels' beside 'input_ids': the same ids, with -100 where there is nothing to learn"
-            )
         if self.state.global_step == self.args.local_steps > 0:
             self.optimizer.state.clear()  # how large the layers' gradients were says nothing about the KL's
         self._step_window = self.window
@@ -161,7 +157,7 @@ class DistillTrainer(Trainer):
             length = int(self.accelerator.gather(longest).max())  # rows may be padded to another length elsewhere
             self._step_window = draw_window(self.args.seed, self.state.global_step, length)
         lossless = sum(self._step_window)
-        count = sum(self.objective.scored(batch["labels"], lossless).sum() for batch in batches)
+        count = sum(self.objective.scored(labels_of(batch), lossless).sum() for batch in batches)
         return batches, self.accelerator.reduce(torch.as_tensor(count, device=device), reduction="sum")
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
@@ -173,7 +169,13 @@ class DistillTrainer(Trainer):
         return ByLength(batch, data, self.args.data_seed)
 
     def get_train_dataloader(self) -> DataLoader:
-        """As transformers', with rows by length in the order of their pass in every process, resumed or not."""
+        """As transformers', with rows by length in the order of their pass in every process, resumed or not.
+
+        Raises:
+            RetrofitError: a layer would learn nothing from the rows.
+        """
+        if self.args.window_sampling == "fixed":
+            self.objective.check_rows(self.train_dataset, reach(self.accelerator.unwrap_model(self.model)))
         loader = super().get_train_dataloader()
         inner = loader.batch_sampler
         while hasattr(inner, "batch_sampler"):
@@ -199,7 +201,7 @@ class DistillTrainer(Trainer):
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The stage's loss, averaged over the scored positions of the whole accumulated, distributed batch."""
-        inputs = longer_than(inputs, sum(self._step_window))
+        inputs = longer_than(inputs, reach(self.accelerator.unwrap_model(self.model)))
         scored = self.objective.scored(inputs["labels"], sum(self._step_window))
         with offloaded(model) if self.args.activation_offload else nullcontext():
             if self.state.global_step < self.args.local_steps:
@@ -313,6 +315,12 @@ class DistillTrainer(Trainer):
             yield batch, Objective(label_shift=self.args.label_shift).scored(batch["labels"], sum(self.window))
 
     # ---- checkpoints ----
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        best = super()._determine_best_metric(metrics, trial)
+        if best and self.args.load_best_model_at_end:
+            self.control.should_save = True  # an evaluation between two checkpoints may be the best one, too
+        return best
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the memory to ``output_dir``, as an adapter. Every process calls it, the main one writes."""

@@ -1,4 +1,4 @@
-"""The window and the sinks a training step uses: the model's own, or drawn as AHN's recipe draws them."""
+"""The windows and the sinks a training step uses: the model's own, or drawn as AHN's recipe draws them."""
 
 import random
 from itertools import product
@@ -9,6 +9,11 @@ from patches.errors import RetrofitError
 # AHN's candidates for the lossless budget S + W and for S (its training code; paper section 3.3 names the idea only)
 AHN_BUDGETS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 AHN_SINKS = (0, 32, 64, 128, 512, 2048, 4096)
+
+
+def reach(model: Any) -> int:
+    """S + W of the trained layer that forgets last: only a longer row gives every layer something to learn."""
+    return max(memory.capacity for memory in model.model.memories().values() if memory.trainable)
 
 
 def check_draws(model: Any) -> None:

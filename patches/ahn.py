@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from .kernels import gated_delta_rule, linear_attention, per_state
-from .matrix_memory import MatrixMemory
+from .memory import MatrixMemory
 from .modules import HeadLinear, ReadNorm, WideLinear
 from .precision import cast
 
@@ -49,10 +49,10 @@ class DeltaNet(MatrixMemory):
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        beta, *decay = gates.split(self.states, -1)
+        beta, *decay = gates.split(self.states, 1)
         fade, scale = decay[0] if decay else None, self.head_dim**-0.5
         read, state = gated_delta_rule(q, k, v, beta, fade, state, scale=scale, normalise=True, in_place=True)
-        gate = F.silu(self.g_proj(x)).unsqueeze(-1)
+        gate = F.silu(self.g_proj(x)).mT.unsqueeze(-1)  # (B, H, m, 1)
         return self.read_proj(self.read_norm(read) * gate), state
 
 
@@ -117,11 +117,14 @@ class Mamba2(MatrixMemory):
     def read(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        v = per_state(cast(v, gates.dtype), self.states) * gates.transpose(1, 2).unsqueeze(-1)
-        log_decay = -gates * cast(self.A_log, gates.dtype).exp()
-        read, state = linear_attention(q, k, v, log_decay, state, scale=1.0, normalise=True, in_place=True)
-        read = read * F.silu(self.g_proj(x)).unsqueeze(-1)  # (B, m, H, D)
-        return self.read_proj(self.read_norm(read.flatten(2)).view_as(read)), state
+        v = per_state(cast(v, gates.dtype), self.states) * gates.unsqueeze(-1)
+        log_decay = -gates * cast(self.A_log, gates.dtype).exp().unsqueeze(-1)
+        # as the authors do it, who leave it to the kernels of the delta rules, which add 1e-6
+        both = F.normalize(cast(torch.cat([q, k], 1), gates.dtype), dim=-1)
+        q, k = both.split([self.heads, self.kv_heads], 1)
+        read, state = linear_attention(q, k, v, log_decay, state, scale=1.0, in_place=True)
+        read = read * F.silu(self.g_proj(x)).mT.unsqueeze(-1)  # (B, H, m, D)
+        return self.read_proj(self.read_norm(read.transpose(1, 2)).transpose(1, 2)), state
 
 
 class SharedGatedDeltaNet(GatedDeltaNet):

@@ -14,11 +14,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from .cache import MemoryCacheLayer, adopt
-from .memory import Memory
+from .cache import MemoryCacheLayer, ScratchLayer
+from .memory import Memory, Step
 from .precision import cast
 from .rotary import Turn, for_heads, turned
-from .step import Pass, Step
+from .sequence import Pass
 
 # what the mixin stands in front of: a family's attention, known to the type checker as anything
 Host: Any = object
@@ -34,7 +34,7 @@ class MemoryAttention(Host):
         """Queries ``(B, H, n, D)``, keys and values ``(B, H_kv, n, D)`` of ``x`` (B, n, E), not yet rotated."""
         (B, n, _), D = x.shape, self.head_dim
         q, k, v = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        if n == 1:  # of one token heads and tokens may change places without a word
+        if n == 1:  # with one token, a view replaces the transpose
             return *self.normalised(q.view(B, -1, 1, D), k.view(B, -1, 1, D)), v.view(B, -1, 1, D)
         q, k = self.normalised(q.view(B, n, -1, D), k.view(B, n, -1, D))
         return q.transpose(1, 2), k.transpose(1, 2), v.view(B, n, -1, D).transpose(1, 2)
@@ -71,39 +71,37 @@ class MemoryAttention(Host):
                 past_key_values=past_key_values,
                 **kwargs,
             )
-        memory, layer = self.memory, None
-        if past_key_values is not None:  # the base's forward may have made it just now
-            layer = adopt(past_key_values, self.layer_idx, memory.kind, memory.window, memory.sinks, memory.options)
-            if self.layer_idx == memory_pass.keeper:
-                layer.starts = memory_pass.starts
+        memory, cache = self.memory, past_key_values
+        if cache is None:
+            layer: MemoryCacheLayer = ScratchLayer(memory.kind, memory.window, memory.sinks)
+        else:
+            layer = cache.layers[self.layer_idx]
         now = memory_pass.to(hidden_states.device)
-        tables = now.once("tables", lambda: for_heads(*position_embeddings))
+        tables = _tables_for_heads(now, *position_embeddings) if self.use_rope else None
         plain = self.plain_heads(hidden_states)
         step = Step(
-            now if self.use_rope else now.still(),
+            now if self.use_rope else now.unrotated(),
             hidden_states,
-            *rotated(*plain, tables if self.use_rope else None),
+            *rotated(*plain, tables),
             layer=layer,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
             key_bias=self.key_bias(hidden_states) if memory.needs_key_bias else None,
             plain_q=plain[0] if memory.needs_plain_queries else None,
         )
-        with _at_hand(layer, past_key_values):
+        with _on_its_device(layer, cache):
             joined = memory(step)
-        if joined is None:
-            return self._as_the_base(step, attention_mask, past_key_values, kwargs)
+            if joined is None:
+                return self._attend_as_base(step, attention_mask, kwargs)
         heads, added = joined
-        out = self.o_proj(heads.flatten(2))
+        # with one token, a view replaces the transpose
+        heads = heads.reshape(len(heads), 1, -1) if heads.shape[2] == 1 else heads.transpose(1, 2).flatten(2)
+        out = self.o_proj(heads)
         return (out if added is None else out + added), None
 
-    def _as_the_base(
-        self, step: Step, mask: Any, cache: Cache | None, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
+    def _attend_as_base(self, step: Step, mask: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """What the family's attention does once it has queries, keys and values, by the same function."""
-        k, v = step.k, step.v
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
+        k, v = step.layer.append(step.k, step.v, step.gates)
         name = self.config._attn_implementation
         attend = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
         native = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
@@ -134,10 +132,17 @@ def rotated(q: Tensor, k: Tensor, v: Tensor, tables: Turn | None) -> tuple[Tenso
     return cast(q, v.dtype), cast(k, v.dtype), v
 
 
+def _tables_for_heads(now: Pass, cos: Tensor, sin: Tensor) -> Turn:
+    """The model's rotary tables as :func:`patches.rotary.turned` takes them, made once for all layers."""
+    if "tables" not in now.results:
+        now.results["tables"] = for_heads(cos, sin)
+    return now.results["tables"]
+
+
 @contextmanager
-def _at_hand(layer: MemoryCacheLayer | None, cache: Cache | None) -> Iterator[None]:
+def _on_its_device(layer: MemoryCacheLayer, cache: Cache | None) -> Iterator[None]:
     """Inside the block the layer's tensors are on their own device, though the cache may offload them."""
-    if layer is None or not getattr(cache, "offloading", False):
+    if not getattr(cache, "offloading", False):
         yield
         return
     layer.prefetch()

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from .cache import CompileableCache
+from .cache import MemoryCache
 from .errors import RetrofitError
 from .pretrained import MemoryPreTrained
 
@@ -71,13 +71,13 @@ class MemoryCausalLM(MemoryPreTrained):
         done = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if generation_config.compile_config is not None and type(cache) is DynamicCache and self.model.compiles:
-            cache.__class__ = CompileableCache  # only by its class does generate tell such a cache from any other
+            MemoryCache.adopt(cache, self.model.memories()).compileable = True
         return done
 
     def create_masks_for_generate(self, *args: Any, **kwargs: Any) -> Any:
         """The mask of a step: none for one that is compiled, since what was padding is known to the cache."""
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-        if isinstance(cache, CompileableCache):
+        if isinstance(cache, MemoryCache) and cache.compileable:
             return None if cache.is_full(kwargs["inputs_embeds"].shape[1]) else mask
         return create_masks_for_generate(*args, **kwargs)
 
@@ -87,7 +87,7 @@ class MemoryCausalLM(MemoryPreTrained):
 
         def call(**inputs: Any) -> Any:
             cache, tokens = inputs.get("past_key_values"), inputs.get("input_ids")
-            if not isinstance(cache, CompileableCache):
+            if not isinstance(cache, MemoryCache) or not cache.compileable:
                 return compiled(**inputs)
             if tokens is None or not cache.is_full(tokens.shape[1]):
                 return self(**inputs)

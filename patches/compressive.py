@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as fill
 
+from .blocks import Frame
+from .cache import newest_at_places
 from .errors import one_of
-from .frames import Frame, take
-from .memory import Joined, Kept
+from .memory import Evicted, Joined, Kept, Step, WindowMemory
 from .merged_softmax import Part, Place, join, look, look_in_blocks
 from .options import Options, whole_number
 from .precision import wide
 from .rotary import Turn, rotate, unrotate
-from .step import Evicted, Step
-from .window_only import WindowOnly
 
 
 @dataclass(frozen=True)
@@ -43,20 +42,20 @@ class CompressiveOptions(Options):
             whole_number("rows", self.rows)
 
 
-class Compressive(WindowOnly):
+class Compressive(WindowMemory):
     """A queue of pooled rows behind the window.
 
-    With G groups complete when the token at index ``t`` (padding and sinks not counted) attends, G being
+    With G groups complete when the token at index ``t`` (sinks not counted) attends, G being
     ``(t - W + 1) // ratio``, it sees the last ``rows`` of those groups and every token from ``ratio * G`` on as it is.
 
     The state is one buffer of keys and one of values: ``rows`` places for the queue, group g at ``g % rows``, and
-    ``ratio - 1`` for the tail, slot s at ``s % (ratio - 1)``.
+    ``ratio - 1`` for the tail, token t at ``t % (ratio - 1)``.
     """
 
     kind = "compressive"
     trainable = False
     size = "rows"
-    writes_back = compiles = False
+    writes_back = decodes_ragged = compiles = False
     joins_window = True
     Options = CompressiveOptions
 
@@ -92,93 +91,81 @@ class Compressive(WindowOnly):
         return rotate(tokens.unflatten(2, (-1, ratio)).amax(3).to(turn[0].dtype), *turn).to(tokens.dtype)
 
     def _turn(self, step: Step) -> Turn | None:
-        """Tables that turn position 0 to that of each row's first token, ``(B, 1, D)``, where padding has moved it.
+        """Tables that turn position 0 to that of each text's first token ``(1, 1, D)``, if that is another one.
 
-        The largest channel of rotated keys is not the same at other positions: a padded row is pooled at its own.
+        The largest channel of rotated keys is not the same at other positions: a text is pooled as it is by itself.
         """
-        if step.now.pad is None:
+        if step.now.starts.origins == (0,):
             return None
-        cos, sin = step.now.turn_of_starts()
+        cos, sin = step.now.turn(step.now.origin()[:, None])
         return cos.to(wide(step.k.dtype)), sin.to(wide(step.k.dtype))
 
-    def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
-        assert step.lse is not None
-        frame = step.now.frame(self.sinks, self.options.ratio, gone.start, gone.count)  # of the evicted tokens
-        if step.layer is not None and step.layer.state and self.decodes(step, step.layer):
-            return join((local, step.lse), self._look_at_state(step, step.layer.state, gone, k, v, frame)), None
-        held = {} if step.layer is None else step.layer.state
-        keys = self._line_up(held.get("keys"), k, self._turn(step), gone, frame)
-        values = self._line_up(held.get("values"), v, None, gone, frame)
-        if step.layer is not None:
-            step.layer.state = {"keys": self._keep(keys, gone, frame), "values": self._keep(values, gone, frame)}
-        out, lse = self._far(frame.lay(step.q[:, :, gone.first :], gone.start), keys, values, frame, step)
-        out, lse = frame.collect(out, None), frame.collect(lse.unsqueeze(-1), None).squeeze(-1)
-        if gone.written is not None:
-            lse = lse.masked_fill(~gone.written.unsqueeze(-1), float("-inf"))
-        seen = join((local[:, gone.first :], step.lse[:, gone.first :]), (out, lse))
-        return (torch.cat([local[:, : gone.first], seen], 1) if gone.first else seen), None
+    def recall(self, step: Step, near: Tensor, lse: Tensor | None, gone: Evicted) -> Joined:
+        assert lse is not None
+        first, state = gone.first, step.layer.state
+        frame = Frame(step.now.seen + gone.start, gone.count, self.sinks, self.options.ratio)  # of the evicted tokens
+        if step.now.decoding:
+            return join((near, lse), self._decode(step, state, gone, frame)), None
+        keys = self._line_up(state.get("keys"), gone.k, self._turn(step), frame)
+        values = self._line_up(state.get("values"), gone.v, None, frame)
+        if step.layer.keeps:
+            step.layer.state = {"keys": self._keep(keys, frame), "values": self._keep(values, frame)}
+        q = frame.lay(step.q[:, :, first:], step.now.seen + gone.start)
+        out, far = self._attend(q, keys, values, frame, step)
+        far_part = frame.collect(out, None), frame.collect(far.unsqueeze(-1), None).squeeze(-1)
+        seen = join((near[:, :, first:], lse[:, :, first:]), far_part)
+        return (torch.cat([near[:, :, :first], seen], 2) if first else seen), None
 
-    def _look_at_state(
-        self, step: Step, state: dict[str, Tensor], gone: Evicted, k: Tensor, v: Tensor, frame: Frame
-    ) -> Part:
+    def _decode(self, step: Step, state: dict[str, Tensor], gone: Evicted, frame: Frame) -> Part:
         """What one token's query sees of the state, once the token that it evicts is in there."""
-        ratio = self.options.ratio
-        complete = [(last + 1) // ratio for last in frame.last]
-        whole = [row for row, last in enumerate(frame.last) if (last + 1) % ratio == 0]  # whose group completes
-        for name, token, turn in (("keys", k, self._turn(step)), ("values", v, None)):
+        complete = (frame.last + 1) // self.options.ratio
+        for name, token, turn in (("keys", gone.k, self._turn(step)), ("values", gone.v, None)):
             held = state[name]
-            if whole:
+            if (frame.last + 1) % self.options.ratio == 0:
                 pooled = self.pooled(torch.cat([held[:, :, self.rows :], token], 2), turn)[:, :, 0]
-                if len(complete) == 1:
-                    held[:, :, (complete[0] - 1) % self.rows] = pooled
-                else:
-                    held[whole, :, [(complete[row] - 1) % self.rows for row in whole]] = pooled[whole]
+                held[:, :, (complete - 1) % self.rows] = pooled
             if self.tail:
-                held[:, :, self.rows + gone.start % self.tail] = token[:, :, 0]
-        there = frame.once(("there", self.rows), lambda: self._there(gone.start, complete, frame))
-        return look(step.q, state["keys"], state["values"], there, step.scale, step.dropout)
+                held[:, :, self.rows + frame.start % self.tail] = token[:, :, 0]
+        rows = torch.arange(self.rows, device=step.q.device) < complete
+        waiting = newest_at_places(frame.last + 1, self.tail, step.q.device) >= complete * self.options.ratio
+        return look(
+            step.q, state["keys"], state["values"], torch.cat([rows, waiting])[None, None], step.scale, step.dropout
+        )
 
-    def _there(self, start: int, complete: list[int], frame: Frame) -> Tensor:
-        """Which rows and waiting tokens there are, the token at slot ``start`` among them ``(1 or B, 1, m)``."""
-        tail, device = torch.arange(self.tail, device=frame.device), frame.device
-        index = start - (start - tail) % max(self.tail, 1) - frame.column(frame.skip)
-        waits = (index >= frame.column(complete) * self.options.ratio) & (index >= 0)
-        return torch.cat([torch.arange(self.rows, device=device) < frame.column(complete), waits], 1).unsqueeze(1)
-
-    def _line_up(self, held: Tensor | None, x: Tensor, turn: Turn | None, gone: Evicted, frame: Frame) -> "Line":
+    def _line_up(self, held: Tensor | None, x: Tensor, turn: Turn | None, frame: Frame) -> "Line":
+        """The tail and the queue of the state in their order, and the evicted tokens ``x`` behind them."""
         if held is None:
             held = x.new_zeros(*x.shape[:2], self.rows + self.tail, x.shape[3])
-        place = torch.arange(gone.start - self.tail, gone.start, device=x.device) % max(self.tail, 1)
+        place = torch.arange(frame.start - self.tail, frame.start, device=x.device) % max(self.tail, 1)
         waiting = torch.cat([held[:, :, self.rows + place], x], 2)
-        tokens = frame.lay(waiting, gone.start - self.tail)
-        oldest = frame.column([base // self.options.ratio - self.rows for base in frame.base])
-        queue = take(held, (oldest + torch.arange(self.rows, device=x.device)) % self.rows)
+        tokens = frame.lay(waiting, frame.sinks + frame.start - self.tail)
+        oldest = frame.base // self.options.ratio - self.rows  # group
+        queue = held[:, :, (oldest + torch.arange(self.rows, device=x.device)) % self.rows]
         return Line(waiting, tokens, torch.cat([queue, self.pooled(tokens, turn)], 2))
 
-    def _keep(self, line: "Line", gone: Evicted, frame: Frame) -> Tensor:
+    def _keep(self, line: "Line", frame: Frame) -> Tensor:
         """The state after this call."""
-        ratio, device = self.options.ratio, frame.device
-        newest = frame.column([(last + 1) // ratio - 1 for last in frame.last])  # group
-        oldest = frame.column([base // ratio - self.rows for base in frame.base])
-        group = newest - (newest - torch.arange(self.rows, device=device)) % self.rows
-        index = gone.count + (torch.arange(self.tail, device=device) - gone.start - gone.count) % max(self.tail, 1)
-        return torch.cat([take(line.rows, group - oldest), line.waiting[:, :, index]], 2)
+        ratio, device = self.options.ratio, line.rows.device
+        oldest = frame.base // ratio - self.rows
+        group = newest_at_places((frame.last + 1) // ratio, self.rows, device) - oldest
+        token = newest_at_places(frame.last + 1, self.tail, device) - frame.start + self.tail
+        return torch.cat([line.rows[:, :, group], line.waiting[:, :, token]], 2)
 
-    def _far(self, q: Tensor, keys: "Line", values: "Line", frame: Frame, step: Step) -> Part:
+    def _attend(self, q: Tensor, keys: "Line", values: "Line", frame: Frame, step: Step) -> Part:
         """What the frame's queries see of rows and of tokens whose group is not complete."""
-        ratio = self.options.ratio
+        ratio, device = self.options.ratio, q.device
         size = min(frame.size, max(64, self.rows // 2) // ratio * ratio or ratio)
 
         def there(blocks: range) -> Tensor | None:
-            first = frame.column(frame.base) + torch.arange(blocks.start, blocks.stop, device=frame.device) * size
-            if min(frame.base) + blocks.start * size >= self.rows * ratio:
+            first = frame.base + torch.arange(blocks.start, blocks.stop, device=device) * size
+            if frame.base + blocks.start * size >= self.rows * ratio:
                 return None
-            group = first.unsqueeze(-1) // ratio + torch.arange(-self.rows, size // ratio, device=frame.device)
-            return fill(group >= 0, (0, size), value=True)
+            group = first[:, None] // ratio + torch.arange(-self.rows, size // ratio, device=device)
+            return fill(group >= 0, (0, size), value=True)[None]
 
         rows = Place(keys.rows, values.rows, size // ratio, self.rows + size // ratio)
         tokens = Place(keys.tokens, values.tokens, size, size)
-        return look_in_blocks(q, size, (rows, tokens), self._sight(size, frame.device), there, step.scale, step.dropout)
+        return look_in_blocks(q, size, (rows, tokens), self._sight(size, device), there, step.scale, step.dropout)
 
     def _sight(self, size: int, device: torch.device) -> Tensor:
         """Which rows and tokens the ``size`` queries of a block see, if they are there ``(1, size, keys)``.
@@ -204,7 +191,7 @@ class Line:
     """The keys (or the values) of evicted tokens.
 
     Attributes:
-        waiting: the tail and this call's, by slot ``(B, H_kv, tail + count, D)``.
+        waiting: the tail and this call's ``(B, H_kv, tail + count, D)``.
         tokens: the same as the frame has them ``(B, H_kv, F, D)``.
         rows: the queue, oldest first, and the groups of the frame ``(B, H_kv, R + F / ratio, D)``.
     """

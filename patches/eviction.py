@@ -18,13 +18,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout
+from torch.nn.functional import dropout, pad
 
 from .errors import one_of
-from .memory import Joined, Memory
+from .memory import Joined, Memory, Step
 from .options import Options, whole_number
 from .precision import wide
-from .step import Step
 
 LOGITS = 2**22  # logits held at a time on a CPU, in elements
 GPU_LOGITS = 2**28  # and on a GPU, where launches count; not measured
@@ -60,7 +59,7 @@ class Rows:
 
     Attributes:
         k, v: ``(N, H_kv, R, D)``, with the key heads of one set.
-        position: index of each token in its sequence ``(N, R)``, int32; negative for padding.
+        position: index of each token in its text ``(N, R)``, int32.
         score: what the policy knows of each ``(N, R)``, float32 or wider.
     """
 
@@ -104,7 +103,7 @@ class Eviction(Memory):
     A policy that ``accumulates`` scores over all queries caches them from the first token on.
     """
 
-    trainable = False
+    trainable, decodes_ragged = False, True
     accumulates: ClassVar[bool] = False
     Options = EvictionOptions
 
@@ -134,7 +133,7 @@ class Eviction(Memory):
         return False
 
     def plain(self, x: Tensor, step: Step, start: int) -> Tensor:
-        """Queries or keys ``(B, H, n, D)`` of the slots from ``start`` on, in the form in which they are held."""
+        """Queries or keys ``(B, H, n, D)`` of the tokens from ``start`` on, in the form in which they are held."""
         return x
 
     def turned(self, q: Tensor, k: Tensor, position: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -145,12 +144,16 @@ class Eviction(Memory):
         return q, k
 
     def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
-        """As for every memory: rows beyond S + W, positions (int32) and scores of all rows."""
+        """As for every memory: tokens beyond S + W, positions (int32) and scores of all tokens."""
         score = wide(dtype).itemsize if self.accumulates else 0
         if tokens is not None and tokens <= self.capacity:
             return self._sets * tokens * score  # scores are kept from the first token on
         kept = 2 * self.kv_heads * self.head_dim * (self.capacity - self.window - self.sinks) * dtype.itemsize
         return kept + self._sets * self.capacity * (torch.int32.itemsize + score)
+
+    def state_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
+        shape = (self._sets, min(tokens, self.capacity))
+        return {"positions": shape, "scores": shape}
 
     def seen_beyond(self, t: Tensor) -> Tensor:
         past = t - self.capacity
@@ -165,19 +168,22 @@ class Eviction(Memory):
             look = self._drop_each if each else self._drop_after
             out, held = look(q[:, :, first:last], held, step)
             pieces.append(out)
-        heads = torch.cat(pieces, 2).reshape(step.q.shape).transpose(1, 2)
-        if step.layer is not None:
+        if step.layer.keeps:
             self._keep(held, step)
-        return heads.to(step.q.dtype), None
+        return torch.cat(pieces, 2).reshape(step.q.shape).to(step.q.dtype), None
 
     @torch.no_grad()
-    def wait(self, step: Step) -> None:
-        """Score the rows that the base's own attention is about to read."""
+    def notice(self, step: Step) -> None:
+        """Score the tokens that the base's own attention is about to read."""
         if not self.accumulates:
             return
-        assert step.layer is not None
-        score = self._look(self._queries(step), self._held(step).join(self._new(step)), step)[1]
-        step.layer.state["scores"] = score.view(-1, self._sets, score.shape[1])
+        scores, total = [], step.now.seen + step.now.new
+        for text in step.now.texts:
+            one = step.of_text(text, step.layer.part(text, self.state_shapes(text.now.seen)))
+            held = self._held(one).join(self._new(one))
+            score = self._look(self._queries(one), held, one)[1] if text.now.new else held.score
+            scores.append(pad(score.unflatten(0, (-1, self._sets)), (total - len(held), 0)))
+        step.layer.state["scores"] = torch.cat(scores)
 
     # ---- two ways to look and drop; both take queries (N, H, n, D) of the last n rows held ----
 
@@ -249,18 +255,16 @@ class Eviction(Memory):
         logits = (_grouped(q * step.scale, k) @ k.transpose(2, 3)).view(*q.shape[:3], len(held))
         column = torch.arange(len(held), device=q.device)
         query = column[-q.shape[2] :, None]
-        hidden = (column > query) | ((held.position < 0)[:, None] & (column != query))  # padding sees itself
-        return logits.masked_fill(hidden.unsqueeze(1), -torch.inf)
+        return logits.masked_fill(column > query, -torch.inf)
 
     def _read(self, weights: Tensor, v: Tensor, step: Step) -> Tensor:
         weights = dropout(weights, step.dropout)
         return (_grouped(weights, v) @ v.to(weights.dtype)).view(*weights.shape[:3], -1)
 
     def _standing(self, position: Tensor) -> Tensor:
-        """What is added to scores ``(N, R)``: padding goes first, sinks never."""
+        """What is added to scores ``(N, R)``: sinks never go."""
         standing = torch.zeros(position.shape, dtype=torch.float32, device=position.device)
-        standing.masked_fill_(position < 0, -torch.inf)
-        return standing.masked_fill_((position >= 0) & (position < self.sinks), torch.inf)
+        return standing.masked_fill_(position < self.sinks, torch.inf)
 
     # ---- pieces of a call, and the way into the cache and out ----
 
@@ -284,16 +288,16 @@ class Eviction(Memory):
 
     def _queries(self, step: Step) -> Tensor:
         """The new queries by set ``(N, H, n, D)``, float32 or wider."""
-        q = self.plain(step.q.to(wide(step.q.dtype)), step, step.now.seen)
+        q = self.plain(step.q.to(wide(step.q.dtype)), step, 0)
         return q.unflatten(1, (self._sets, -1)).flatten(0, 1)
 
     def _new(self, step: Step) -> Rows:
-        return self._rows(self.plain(step.k, step, step.now.seen), step.v, step, step.now.seen, None)
+        return self._rows(self.plain(step.k, step, 0), step.v, step, 0, None)
 
     def _rows(self, k: Tensor, v: Tensor, step: Step, start: int, score: Tensor | None) -> Rows:
-        """Keys and values ``(B, H_kv, n, D)`` from slot ``start`` on as rows of each set; ``score`` (B, sets, n)."""
-        slot, pad = step.now.slots(start, k.shape[2]), step.now.pad
-        position = slot if pad is None else slot - pad[:, None]
+        """Keys and values ``(B, H_kv, n, D)`` of the tokens from ``start`` on as rows of each set; ``score`` (B, sets,
+        n)."""
+        position = step.now.indices(start, k.shape[2])
         position = position.to(torch.int32).expand(len(k), -1).repeat_interleave(self._sets, 0)
         known = k.new_zeros(position.shape, dtype=wide(k.dtype)) if score is None else score.flatten(0, 1)
         k, v = (x.unflatten(1, (self._sets, -1)).flatten(0, 1) for x in (k, v))
@@ -301,13 +305,11 @@ class Eviction(Memory):
 
     def _held(self, step: Step) -> Rows:
         """The rows before this call."""
-        layer = step.layer
-        if layer is None or not layer.seen:
+        layer, seen = step.layer, step.now.seen
+        if not seen:
             return self._rows(step.k[:, :, :0], step.v[:, :, :0], step, 0, None)
-        if not layer.evicting:
-            k = self.plain(layer.keys, step, 0)
-            rows = self._rows(k, layer.values, step, 0, layer.state.get("scores"))
-            return rows.part(max(len(rows) - self.capacity, 0), len(rows))  # the surplus is padding in every row
+        if "positions" not in layer.state:
+            return self._rows(self.plain(layer.keys, step, -seen), layer.values, step, -seen, layer.state.get("scores"))
         k, v = (x.unflatten(1, (self._sets, -1)).flatten(0, 1) for x in (layer.keys, layer.values))
         position = layer.state["positions"].flatten(0, 1)
         score = layer.state["scores"].flatten(0, 1) if self.accumulates else None
@@ -315,9 +317,8 @@ class Eviction(Memory):
 
     def _keep(self, held: Rows, step: Step) -> None:
         layer = step.layer
-        assert layer is not None
-        k, v = (x.unflatten(0, (-1, self._sets)).flatten(1, 2) for x in (held.k, held.v))
-        layer.hold(k, v, step.q.shape[2])
+        layer.hold(*(x.unflatten(0, (-1, self._sets)).flatten(1, 2) for x in (held.k, held.v)))
+        layer.aligned = True
         layer.state["positions"] = held.position.unflatten(0, (-1, self._sets))
         if self.accumulates:
             layer.state["scores"] = held.score.unflatten(0, (-1, self._sets))

@@ -17,14 +17,12 @@ from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
 from .low_bits import BITS, Channels, quantise, restore
-from .lse import attention_lse
-from .memory import Joined, Kept
+from .memory import Evicted, Joined, Kept, Step, WindowMemory
+from .merged_softmax import join, look
 from .options import Options, whole_number
 from .precision import wide
-from .rotary import rotate, unrotate
-from .step import Evicted, Step
+from .rotary import rotate
 from .top_rows import EMPTY, choose, pick
-from .window_only import WindowOnly
 
 BLOCK = 128  # evicted tokens that are sorted into the rows together
 LEAST = 1e-6  # below this a spread or a length is taken for it
@@ -32,7 +30,7 @@ STEPS = (
     1024  # scores are rounded to this part of 1, so that a word has the same score wherever the first layer meets it
 )
 
-Rows = dict[str, Tensor]
+Entries = dict[str, Tensor]  # by name, every tensor (B, heads, entries, ...)
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class ExpectedOptions(Options):
             raise RetrofitError(f"tilt={self.tilt!r}: give a number, 0 or more")
 
 
-class ExpectedAttention(WindowOnly):
+class ExpectedAttention(WindowMemory):
     """Sinks, window, and the R evicted tokens with the highest scores, all in one softmax; nothing is trained.
 
     What :meth:`observe` measures is saved with the model. Without it every key is expected to be looked at alike, and
@@ -78,7 +76,7 @@ class ExpectedAttention(WindowOnly):
     """
 
     kind = "expected"
-    writes_back = compiles = False
+    trainable = writes_back = compiles = False
     joins_window = True
     calibrates = needs_texts = True
     size = "rows"
@@ -123,7 +121,7 @@ class ExpectedAttention(WindowOnly):
         state = self.heads * self.head_dim**2 * torch.float32.itemsize
         return max(1, state // (self.kv_heads * self._row_bytes))
 
-    def _alike(self) -> list[tuple[slice, int]]:
+    def _head_groups(self) -> list[tuple[slice, int]]:
         """Key/value heads that keep as many tokens, and how many: all of them, or each by itself."""
         if len(set(self.rows)) == 1:
             return [(slice(0, self.kv_heads), self.rows[0])]
@@ -213,106 +211,98 @@ class ExpectedAttention(WindowOnly):
     def _expected(self, k: Tensor, step: Step) -> Tensor:
         """Log of the weight that each query head is expected to give keys before their rotation ``(B, H_kv, G, n)``."""
         dtype = k.dtype
-        cos, sin = step.now.once(("ahead", self.window, self.options.horizon), lambda: self._ahead(step))
-        k = rotate(k, *(x.to(dtype) for x in step.now.turn_of_zero()))
+        cos, sin = step.now.mean_tables(self.window, self.options.horizon)
+        k = rotate(k, *(x.to(dtype) for x in step.now.tables_at_zero()))
         # the average rotation is none itself: queries turned by it meet a key as the key turned by its transpose
         k = rotate(k, cos.to(dtype), -sin.to(dtype)).unsqueeze(2) * step.scale  # (B, H_kv, 1, n, D)
         mean, spread = (x.to(dtype).unflatten(0, (self.kv_heads, -1)) for x in (self.query_mean, self.query_spread))
         return (k @ mean.unsqueeze(-1)).squeeze(-1) + (k @ spread).square().sum(-1) / 2
 
-    def _ahead(self, step: Step) -> tuple[Tensor, Tensor]:
-        """The rotary tables averaged over the positions ahead of a token that leaves the window ``(1, 1, D)``."""
-        ahead = torch.arange(self.window, self.window + self.options.horizon, device=step.now.device)
-        cos, sin = step.now.turn(ahead[None])
-        return cos.mean(1, keepdim=True), sin.mean(1, keepdim=True)
-
     # ---- writing and reading ----
 
-    def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
-        dtype = wide(k.dtype)
-        turn = tuple(x.to(dtype) for x in step.now.turn_of_slots(gone.start, gone.count))
-        plain = unrotate(k.to(dtype), *turn)
-        score = self.score(plain, v, step) + self.options.tilt * self._arrival(step, gone).to(dtype).unsqueeze(1)
-        if gone.written is not None:
-            score = score.masked_fill(~gone.written.unsqueeze(1), EMPTY)
-        new = self._rows(k, plain, v, score, step, gone)
-        state = step.layer.state if step.layer is not None else {}
-        assert step.lse is not None
-        outs: list[Tensor] = []
-        masses: list[Tensor] = []
-        ends: list[Rows] = []
-        first = 0  # of the rows of these heads among those of all
-        for heads, rows in self._alike():
+    def recall(self, step: Step, near: Tensor, lse: Tensor | None, gone: Evicted) -> Joined:
+        return self.join_entries(step, near, lse, gone)[0], None
+
+    def join_entries(self, step: Step, near: Tensor, lse: Tensor | None, gone: Evicted) -> tuple[Tensor, Tensor]:
+        """Let evicted tokens compete for the entries, and join the entries to the window's softmax.
+
+        Returns:
+            The output ``(B, H, n, D)`` and the log-sum-exp ``(B, H, n)`` of all logits, for what may join after them.
+        """
+        assert lse is not None
+        plain = gone.plain_keys(step.now, wide(gone.k.dtype))
+        arrival = step.now.indices(gone.start, gone.count).to(plain.dtype)
+        score = self.score(plain, gone.v, step) + self.options.tilt * arrival.unsqueeze(1)
+        new, state = self._make_entries(step, gone, plain, score), step.layer.state
+        joined: list[tuple[Tensor, Tensor]] = []
+        ends: list[Entries] = []
+        first = 0  # of these heads' entries among those of all
+        for heads, entries in self._head_groups():
             own = {name: x[:, heads] for name, x in new.items()}
-            shape = (heads.stop - heads.start, rows)
+            shape = (heads.stop - heads.start, entries)
             last = first + math.prod(shape)
             held = {
-                name: state[name][:, first:last].unflatten(1, shape) if name in state else self._none(name, x, rows)
+                name: state[name][:, first:last].unflatten(1, shape)
+                if name in state
+                else empty_entries(name, x, entries)
                 for name, x in own.items()
             }
-            out, mass, held = self._through(step, local, gone, heads, own, held)
-            first = last
-            outs, masses, ends = [*outs, out], [*masses, mass], [*ends, held]
-        state.update({name: torch.cat([held[name].flatten(1, 2) for held in ends], 1) for name in new})
-        step.lse = torch.cat(masses, 2)  # for what may join after the rows
-        return torch.cat(outs, 2), None
+            queries = slice(heads.start * self.group, heads.stop * self.group)
+            out, mass, held = self._attend_heads(step, near[:, queries], lse[:, queries], gone, heads, own, held)
+            first, joined, ends = last, [*joined, (out, mass)], [*ends, held]
+        if step.layer.keeps:
+            state.update({name: torch.cat([held[name].flatten(1, 2) for held in ends], 1) for name in new})
+        out, mass = (torch.cat(parts, 1) for parts in zip(*joined, strict=True))
+        return out, mass
 
-    def _through(
-        self, step: Step, local: Tensor, gone: Evicted, heads: slice, new: Rows, held: Rows
-    ) -> tuple[Tensor, Tensor, Rows]:
-        """What the queries of some key/value heads read while new tokens come to the rows that are held: the output
-        ``(B, n, their query heads, D)``, the log-sum-exp beside it, and the rows that are held in the end."""
-        assert step.lse is not None
-        queries_of = slice(heads.start * self.group, heads.stop * self.group)
-        local, lse = local[:, :, queries_of], step.lse[:, :, queries_of]
-        outs, masses = [local[:, : gone.first]], [lse[:, : gone.first]]
+    def _attend_heads(
+        self, step: Step, near: Tensor, lse: Tensor, gone: Evicted, heads: slice, new: Entries, held: Entries
+    ) -> tuple[Tensor, Tensor, Entries]:
+        """What the queries of some key/value heads read while new tokens come to the entries that are held.
+
+        Args:
+            near, lse: the window's output and log-sum-exp of these query heads.
+            heads: the key/value heads.
+            new, held: their evicted tokens, and their entries before this call.
+
+        Returns:
+            The output ``(B, query heads, n, D)``, its log-sum-exp, and the entries after this call.
+        """
+        queries = slice(heads.start * self.group, heads.stop * self.group)
+        outs, sums = [near[:, :, : gone.first]], [lse[:, :, : gone.first]]
         for first in range(0, gone.count, BLOCK):
             last = min(first + BLOCK, gone.count)
             part = {name: x[:, :, first:last] for name, x in new.items()}
             choice = choose(held["score"], part["score"])
             candidates = {name: torch.cat([held[name], x], 2) for name, x in part.items()}
             at = slice(gone.first + first, gone.first + last)
-            q = step.q[:, queries_of, at]
-            out, mass = self._joined(step, local[:, at], lse[:, at], q, heads, candidates, choice.alive)
-            outs, masses = [*outs, out], [*masses, mass]
+            k, v = (x.flatten(0, 1).unsqueeze(1) for x in self._restored(candidates, heads, step))
+            q = step.q[:, queries, at].unflatten(1, (-1, self.group)).flatten(0, 1)  # (B heads, G, m, D)
+            far = look(q, k, v, choice.alive.flatten(0, 1), step.scale, step.dropout)
+            far_out, far_lse = (x.unflatten(0, (len(near), -1)).flatten(1, 2) for x in far)
+            near_part = near[:, :, at], lse[:, :, at]
+            outs.append(join(near_part, (far_out, far_lse)))
+            sums.append(torch.logaddexp(near_part[1], far_lse))
             held = {name: pick(x, choice.kept) for name, x in candidates.items()}
-        return torch.cat(outs, 1), torch.cat(masses, 1), held
+        return torch.cat(outs, 2), torch.cat(sums, 2), held
 
-    def _arrival(self, step: Step, gone: Evicted) -> Tensor:
-        """Index of each evicted token in its own text ``(1 or B, count)``."""
-        slots = step.now.slots(gone.start, gone.count)
-        return slots[None] if step.now.pad is None else slots - step.now.pad[:, None]
-
-    def _rows(self, k: Tensor, plain: Tensor, v: Tensor, score: Tensor, step: Step, gone: Evicted) -> Rows:
-        """Evicted tokens in the form in which they are kept, every tensor ``(B, H_kv, count, ...)``."""
+    def _make_entries(self, step: Step, gone: Evicted, plain: Tensor, score: Tensor) -> Entries:
+        """Evicted tokens in the form in which they are kept."""
         if self.options.bits == 16:
-            return {"k": k, "v": v, "score": score}
+            return {"k": gone.k, "v": gone.v, "score": score}
         of_keys, of_values = self._channels(plain.dtype)
         keys, key_scale = quantise(plain, of_keys, self.options.bits)
-        values, value_scale = quantise(v.to(plain.dtype), of_values, self.options.bits)
-        position = (step.now.slots(gone.start, gone.count) + step.now.offset[:, None]).to(torch.int32)
-        position = position[:, None].expand(*score.shape)
-        return {
-            "k": keys,
-            "k_scale": key_scale,
-            "v": values,
-            "v_scale": value_scale,
-            "position": position,
-            "score": score,
-        }
+        values, value_scale = quantise(gone.v.to(plain.dtype), of_values, self.options.bits)
+        position = step.now.positions(gone.start, gone.count).to(torch.int32)[:, None].expand(*score.shape)
+        coded = {"k": keys, "k_scale": key_scale, "v": values, "v_scale": value_scale}
+        return {**coded, "position": position, "score": score}
 
     def _channels(self, dtype: torch.dtype) -> tuple[Channels, Channels]:
         """What the channels of keys before their rotation and of values are like."""
         keys = Channels(self.key_mean.to(dtype), self.key_spread.to(dtype))
         return keys, Channels(self.value_mean.to(dtype), self.value_spread.to(dtype))
 
-    @staticmethod
-    def _none(name: str, like: Tensor, rows: int) -> Tensor:
-        """Rows that hold no token, like new ones ``(B, heads, count, ...)``."""
-        empty = like.new_zeros(*like.shape[:2], rows, *like.shape[3:])
-        return empty.fill_(EMPTY) if name == "score" else empty
-
-    def _restored(self, rows: Rows, heads: slice, step: Step) -> tuple[Tensor, Tensor]:
+    def _restored(self, rows: Entries, heads: slice, step: Step) -> tuple[Tensor, Tensor]:
         """Keys, rotated, and values ``(B, heads, C, D)`` of rows, in the model's dtype."""
         if self.options.bits == 16:
             return rows["k"], rows["v"]
@@ -324,18 +314,8 @@ class ExpectedAttention(WindowOnly):
         k = rotate(k.flatten(0, 1).unsqueeze(1), cos.to(dtype), sin.to(dtype)).squeeze(1).unflatten(0, k.shape[:2])
         return k.to(step.k.dtype), v.to(step.v.dtype)
 
-    def _joined(
-        self, step: Step, local: Tensor, near: Tensor, q: Tensor, heads: slice, rows: Rows, alive: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The window's output ``(B, m, H, D)`` of some queries ``q`` (B, H, m, D) with the rows that each sees in the
-        same softmax, and the log-sum-exp ``(B, m, H)`` of all their logits; ``near`` is that of the window's."""
-        k, v = self._restored(rows, heads, step)
-        q = q.unflatten(1, (-1, self.group)).flatten(0, 1)  # (B heads, G, m, D)
-        nothing = ~alive.any(-1, keepdim=True)
-        seen = (alive | nothing).flatten(0, 1).unsqueeze(1)
-        out, lse = attention_lse(q, k.flatten(0, 1), v.flatten(0, 1), seen, step.scale, step.dropout)
-        lse = lse.masked_fill(nothing.flatten(0, 1).squeeze(-1).unsqueeze(1), -math.inf)
-        out, lse = (x.unflatten(0, alive.shape[:2]).flatten(1, 2).transpose(1, 2) for x in (out, lse))  # (B, m, H, ..)
-        near = near.to(lse.dtype)
-        share = (lse - near).sigmoid().unsqueeze(-1)
-        return local + (share * (out.to(share.dtype) - local)).to(local.dtype), torch.logaddexp(near, lse)
+
+def empty_entries(name: str, like: Tensor, entries: int) -> Tensor:
+    """Entries that hold no token, like new ones ``(B, heads, count, ...)``."""
+    empty = like.new_zeros(*like.shape[:2], entries, *like.shape[3:])
+    return empty.fill_(EMPTY) if name == "score" else empty

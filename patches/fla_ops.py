@@ -1,7 +1,7 @@
 """flash-linear-attention behind the table of kernels: its Triton kernels for both recurrences, where they run.
 
-Arguments and results are those of kernels.py. Its ``chunk_delta_rule``, which refuses float32, is not used: the gated
-rule without a decay is the same.
+Arguments and results are those of kernels.py; fla itself wants ``(B, T, H, D)``. Its ``chunk_delta_rule``, which
+refuses float32, is not used: the gated rule without a decay is the same.
 """
 
 import os
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .modules import unit
 from .scan import STEPWISE
 
 # key and value sizes are filled up to a multiple: rows of whole 16 bytes, and even, as the 16-bit backward asks
@@ -77,7 +76,7 @@ def _gated_delta_rule(
     normalise: bool,
 ) -> tuple[Tensor, Tensor]:
     run = partial(steps if _few(q, gradient) else chunks, use_qk_l2norm_in_kernel=normalise)
-    return _run(run, q, k, v, beta, log_decay, state, scale, states=beta.shape[2])
+    return _run(run, q, k, v, beta, log_decay, state, scale, states=beta.shape[1])
 
 
 def _linear_attention(
@@ -91,16 +90,13 @@ def _linear_attention(
     state: Tensor | None,
     *,
     scale: float,
-    normalise: bool,
 ) -> tuple[Tensor, Tensor]:
-    if normalise:
-        q, k = unit(q), unit(k)
-    states = max(x.shape[2] for x in (k, v, log_decay) if x is not None)
+    states = max(x.shape[1] for x in (k, v, log_decay) if x is not None)
     return _run(steps if _few(q, gradient) else chunks, q, k, v, None, log_decay, state, scale, states)
 
 
 def _few(q: Tensor, gradient: bool) -> bool:
-    return not gradient and q.shape[1] <= STEPWISE
+    return not gradient and q.shape[2] <= STEPWISE
 
 
 def _run(
@@ -118,10 +114,12 @@ def _run(
 
     They have no form for several queries that read one state, so that each gets a copy, of which one is kept.
     """
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    beta, log_decay = (None if gate is None else gate.mT for gate in (beta, log_decay))
     (B, T, H), K, V = q.shape[:3], q.shape[-1], v.shape[-1]
     if T == 0:
         empty = q.new_zeros(B, states, K, V, dtype=torch.float32)
-        return q.new_zeros(B, T, H, V, dtype=torch.float32), empty if state is None else state
+        return q.new_zeros(B, H, T, V, dtype=torch.float32), empty if state is None else state
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     q, k, v = _filled(q.to(dtype)), _filled(_per_query(k, H).to(dtype)), _filled(_per_query(v, H).to(dtype))
     gates = {} if beta is None else {"beta": _per_query(beta, H)}
@@ -134,7 +132,7 @@ def _run(
         state = pad(state.float(), (0, -V % TILE, 0, -K % TILE)).repeat_interleave(H // states, 1)
     out, last = run(q=q, k=k, v=v, g=g, **gates, scale=scale, initial_state=state, output_final_state=True)
     # a view would keep what was filled up and the other queries' copies alive
-    return out[..., :V].float(), last[:, :: H // states, :K, :V].contiguous()
+    return out[..., :V].float().transpose(1, 2), last[:, :: H // states, :K, :V].contiguous()
 
 
 def _filled(x: Tensor) -> Tensor:

@@ -15,10 +15,8 @@ from transformers import initialization as init
 
 from .errors import one_of
 from .kernels import gated_delta_rule, linear_attention
-from .memory import Joined, Kept
+from .memory import Joined, Kept, Pairs, PopulationOptions, Step, UngatedMemory
 from .precision import wide
-from .step import Step
-from .ungated_memory import Pairs, PopulationOptions, UngatedMemory
 
 
 def write_and_read(
@@ -48,9 +46,9 @@ def write_and_read(
         known = (k * before).sum(-1)
         known = torch.where(known > 0, known, 1)
         # v - k M / known is (known v - k M) / known: the delta rule with strength 1 / known
-        v, strength = v * known.unsqueeze(-1), (1 / known).mT
+        v, strength = v * known.unsqueeze(-1), 1 / known
         read, last = gated_delta_rule(q, k, v, strength, None, state, scale=1.0, in_place=True)
-    return read.transpose(1, 2), (q * sums).sum(-1), last, sums[:, :, -1].clone()
+    return read, (q * sums).sum(-1), last, sums[:, :, -1].clone()
 
 
 @dataclass(frozen=True)
@@ -99,12 +97,10 @@ class InfiniAttention(UngatedMemory):
         """Readings are ``(B, H, m, D + 1)``: ``q M``, and ``q . z`` behind it."""
         q, k, v = (x.to(wide(x.dtype)) for x in (pairs.q, pairs.k, pairs.v))
         if self.options.positions == "none":
-            q, k = step.now.turned_back(q, pairs.start + pairs.lag), step.now.turned_back(k, pairs.start)
+            q, k = step.now.rotate_back(q, pairs.start + pairs.lag), step.now.rotate_back(k, pairs.start)
         else:  # features see more than distances
             q, k = step.now.from_first_token(q), step.now.from_first_token(k)
         q, k = elu(q) + 1, elu(k) + 1
-        if pairs.written is not None:
-            k = k * pairs.written[:, None, :, None]
         batch = len(k)
         q = q.unflatten(1, (self.kv_heads, -1)).flatten(0, 1)  # (B * H_kv, G, m, D)
         k, v = (x.flatten(0, 1).unsqueeze(1) for x in (k, v))
@@ -113,9 +109,9 @@ class InfiniAttention(UngatedMemory):
         new = {"matrix": matrix.squeeze(1).unflatten(0, (batch, -1)), "mass": mass.squeeze(1).unflatten(0, (batch, -1))}
         return torch.cat([read, found.unsqueeze(-1)], -1).unflatten(0, (batch, -1)).flatten(1, 2), new
 
-    def join(self, local: Tensor, read: Tensor) -> Joined:
+    def join(self, near: Tensor, read: Tensor) -> Joined:
         read, found = read[..., :-1], read[..., -1:]
         known = found > 0  # nothing was written yet where it is not
-        gate = (self.factor * self.beta.sigmoid()).to(read.dtype).unsqueeze(-1) * known  # (B, n, H, 1)
-        here = local.to(read.dtype)
-        return (here + gate * (read / torch.where(known, found, 1) - here)).to(local.dtype), None
+        gate = (self.factor * self.beta.sigmoid()).to(read.dtype)[:, None, None] * known  # (B, H, n, 1)
+        here = near.to(read.dtype)
+        return (here + gate * (read / torch.where(known, found, 1) - here)).to(near.dtype), None

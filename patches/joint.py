@@ -19,12 +19,10 @@ from transformers import initialization as init
 from .errors import RetrofitError, one_of
 from .joint_start import feature_maps, logits_and_openness, observe_heads, observe_mass
 from .kernels import gated_delta_rule, linear_attention, per_state
-from .memory import Joined, Kept
+from .memory import Evicted, Joined, Kept, Step, WindowMemory
 from .modules import HeadLinear, WideLinear
 from .options import Options, true_or_false, whole_number
 from .precision import cast, wide
-from .step import Evicted, Step
-from .window_only import WindowOnly
 
 MASS_EPS = 1e-3  # beside the mass when the linear branch is read
 NO_MASS = 1e-30  # the log of a smaller mass is not told apart: it weighs nothing against any window
@@ -96,7 +94,7 @@ class Branch(nn.Module):
         return q @ cast(self.q_map, q.dtype), k @ cast(self.k_map, k.dtype)
 
     def value(self, read: Tensor) -> Tensor:
-        """``read`` (B, m, H, D) as a candidate output: ``(I + W) read``."""
+        """``read`` (B, H, m, D) as a candidate output: ``(I + W) read``."""
         return read + self.read_proj(read)
 
 
@@ -112,15 +110,15 @@ class LinearBranch(Branch):
             q: queries without positions ``(B, H, m, D)``.
             k: written keys, likewise ``(B, H_kv, m, D)``.
             v: written values and a one ``(B, H_kv, m, D + 1)``.
-            gates: writing strength and log decay ``(B, m, H_s)``.
+            gates: writing strength and log decay ``(B, H_s, m)``.
             state: the state before ``(B, H_s, F, D + 1)``, or None.
 
         Returns:
-            What is read ``(B, m, H, D)``, the log of its mass ``(B, m, H)``, the new state ``(B, H_s, F, D + 1)``.
+            What is read ``(B, H, m, D)``, the log of its mass ``(B, H, m)``, the new state ``(B, H_s, F, D + 1)``.
         """
         q, k = (x.softmax(-1) for x in self.mapped(q, k))
         beta, log_decay = gates
-        k = k * beta.mT.unsqueeze(-1)
+        k = k * beta.unsqueeze(-1)
         sums, state = linear_attention(q, k, v, log_decay, state, scale=1.0, in_place=True)
         read, mass = sums.split([v.shape[-1] - 1, 1], -1)
         return self.value(read / (mass + MASS_EPS)), mass.clamp_min(NO_MASS).log().squeeze(-1), state
@@ -132,7 +130,7 @@ class DeltaBranch(Branch):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor], state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`LinearBranch.forward`, with the familiarity ``(B, m, H)`` in place of the log mass."""
+        """As :meth:`LinearBranch.forward`, with the familiarity ``(B, H, m)`` in place of the log mass."""
         q, k = self.mapped(q, k)
         beta, log_decay = gates
         sums, state = gated_delta_rule(q, k, v, beta, log_decay, state, scale=1.0, normalise=True, in_place=True)
@@ -140,7 +138,7 @@ class DeltaBranch(Branch):
         return self.value(read), known.squeeze(-1), state
 
 
-class JointMemory(WindowOnly):
+class JointMemory(WindowMemory):
     """Window and memory share one softmax: their weights come from the window's log-sum-exp and the memory's mass."""
 
     kind = "joint"
@@ -236,40 +234,38 @@ class JointMemory(WindowOnly):
         products = (1 + self.both) * (self.states + self.heads) + self.both * self.states
         return 2 * self.features * (self.head_dim + 1) * products * evicted
 
-    def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
-        assert gates is not None
-        assert step.lse is not None
-        first, now, dtype = gone.first, step.now, gates.dtype
-        written = None if gone.written is None else gone.written.unsqueeze(-1)  # (B, m, 1)
-        if written is not None:
-            gates = gates * written  # padding and sinks: no writing strength, and a log decay of 0
-        x, _ = step.reading(first)
-        # without positions: features of rotated keys would depend on where a text begins, not on distances alone
-        q, k = step.plain_queries(first, dtype), now.turned_back(cast(k, dtype), gone.start)
-        log_mass, logits, far = self._read(step, x, q, k, cast(v, dtype), gates.split(self.states, -1))
-        near, lse = (local[:, first:], step.lse[:, first:]) if first else (local, step.lse)
-        lse = cast(self.window_weight, dtype) * cast(lse, dtype) - log_mass  # which all other logits hold
-        share = torch.stack([lse, *logits], -1).softmax(-1)[..., 1:]  # (B, m, H, branches)
-        share = share * (OPENING * cast(self.opening, dtype)).tanh().unsqueeze(-1)  # 0 at first: the window keeps all
-        near, (z, *others) = cast(near, dtype), share.split(1, -1)
-        out = torch.lerp(near, far[0], z)
-        for z, m in zip(others, far[1:], strict=True):
-            out = torch.addcmul(out, z, m - near)
-        if written is not None:
-            out = torch.where(written.unsqueeze(-1), out, near)  # a row's memory is empty until its first eviction
-        out = cast(out, local.dtype)
-        return (torch.cat([local[:, :first], out], 1) if first else out), None
+    def recall(self, step: Step, near: Tensor, lse: Tensor | None, gone: Evicted) -> Joined:
+        assert gone.gates is not None
+        assert lse is not None
+        first, dtype = gone.first, gone.gates.dtype
+        out = near[:, :, first:] if first else near
+        lse = lse[:, :, first:] if first else lse
+        log_mass, logits, candidates = self._read(step, gone, dtype)
+        # the log of the linear branch's mass is common to all branch logits: subtracted once, from the window's
+        window_logit = cast(self.window_weight, dtype)[:, None] * cast(lse, dtype) - log_mass
+        weights = torch.stack([window_logit, *logits], -1).softmax(-1)[..., 1:]  # (B, H, m, branches)
+        # 0 at first: the window keeps all
+        weights = weights * (OPENING * cast(self.opening, dtype)).tanh().view(-1, 1, 1)
+        out = cast(out, dtype)
+        window, (weight, *others) = out, weights.split(1, -1)
+        out = torch.lerp(window, candidates[0], weight)
+        for weight, candidate in zip(others, candidates[1:], strict=True):
+            out = torch.addcmul(out, weight, candidate - window)
+        out = cast(out, near.dtype)
+        return (torch.cat([near[:, :, :first], out], 2) if first else out), None
 
-    def _read(
-        self, step: Step, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Write and read: the log mass ``(B, m, H)``, each branch's logit above it, and its output ``(B, m, H, D)``."""
-        state = {} if step.layer is None else step.layer.state
-        v = pad(v, (0, 1), value=1.0)
-        far, log_mass, state["linear"] = self.linear(q, k, v, gates[:: 1 + self.both], state.get("linear"))
-        logits, outputs = [self.linear.logit(x)], [far]
+    def _read(self, step: Step, gone: Evicted, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Write and read: the log mass ``(B, H, m)``, each branch's logit above it, and its output ``(B, H, m, D)``."""
+        assert gone.gates is not None
+        state, gates = step.layer.state, gone.gates.split(self.states, 1)
+        x, _ = step.readers(gone.first)
+        # before rotation: features of rotated keys would depend on where a text begins, not on distances alone
+        q, k = step.plain_queries(gone.first, dtype), gone.plain_keys(step.now, dtype)
+        v = pad(cast(gone.v, dtype), (0, 1), value=1.0)
+        read, log_mass, state["linear"] = self.linear(q, k, v, gates[:: 1 + self.both], state.get("linear"))
+        logits, candidates = [self.linear.logit(x).mT], [read]
         if self.delta is not None:
-            far, known, state["delta"] = self.delta(q, k, v, gates[1::2], state.get("delta"))
-            logits.append(torch.addcmul(self.delta.logit(x), cast(self.familiarity, known.dtype), known))
-            outputs.append(far)
-        return log_mass, logits, outputs
+            read, known, state["delta"] = self.delta(q, k, v, gates[1::2], state.get("delta"))
+            logits.append(torch.addcmul(self.delta.logit(x).mT, cast(self.familiarity, known.dtype)[:, None], known))
+            candidates.append(read)
+        return log_mass, logits, candidates

@@ -14,8 +14,7 @@ from torch import Tensor
 from .errors import RetrofitError
 from .expected import ExpectedAttention, ExpectedOptions
 from .joint import JointMemory, JointOptions
-from .memory import Joined, Kept, Memory
-from .step import Evicted, Step
+from .memory import Evicted, Joined, Kept, Memory, Step
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,5 @@ class JointRows(JointMemory, ExpectedAttention):
         measured = sum(x.numel() for x in self.parameters() if x.dim() > 1 and not x.requires_grad)
         return Memory.flops(self, tokens) - 2 * measured * tokens + ExpectedAttention.flops(self, tokens)
 
-    def recall(self, step: Step, local: Tensor, gone: Evicted, k: Tensor, v: Tensor, gates: Tensor | None) -> Joined:
-        local, _ = ExpectedAttention.recall(self, step, local, gone, k, v, None)
-        return JointMemory.recall(self, step, local, gone, k, v, gates)
+    def recall(self, step: Step, near: Tensor, lse: Tensor | None, gone: Evicted) -> Joined:
+        return JointMemory.recall(self, step, *self.join_entries(step, near, lse, gone), gone)

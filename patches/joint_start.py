@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
+from .memory import Step
 from .precision import wide
 from .rotary import rotate
-from .step import Pass, Step
+from .sequence import Pass
 
 KEYS, QUERIES = 4096, 256  # of a text that are looked at, evenly spread over it
 MOST_KEYS, MOST_QUERIES = 32768, 2048  # of all texts together
@@ -31,10 +32,9 @@ Known = dict[str, Any]  # of one layer
 
 def mean_turn(now: Pass, first: int, last: int, dim: int, dtype: torch.dtype) -> Tensor:
     """E (D, D): keys (n, D) times it are met by queries ``first`` to ``last - 1`` positions later, on average."""
-    ahead = torch.arange(first, last, device=now.device)[None]
-    cos, sin = (x.mean(1, keepdim=True).to(dtype) for x in now.turn(ahead))
+    cos, sin = (x.to(dtype) for x in now.mean_tables(first, last - first))
     units = torch.eye(dim, dtype=dtype, device=now.device)[None, None]
-    units = rotate(units, *(x.to(dtype) for x in now.turn_of_zero()))
+    units = rotate(units, *(x.to(dtype) for x in now.tables_at_zero()))
     return rotate(units, cos, -sin)[0, 0]
 
 
@@ -87,9 +87,10 @@ def observe_mass(known: Known, memory: Any, step: Step, window: int) -> None:
     first, dtype = sinks + window, wide(step.k.dtype)
     q, k, v = (x.to(dtype) for x in (step.q, step.k, step.v))
     gone = slice(sinks, sinks + count)
-    gates = memory.write_gates(step.x)[:, gone].split(memory.states, -1)[:: 1 + memory.both]
+    gates = memory.write_gates(step.x).mT[:, :, gone].split(memory.states, 1)[:: 1 + memory.both]
     far, mass, _ = memory.linear(q[:, :, first:], k[:, :, gone], pad(v[:, :, gone], (0, 1), value=1.0), gates, None)
-    turn = tuple(x.to(dtype) for x in step.now.turn_of_slots(0, step.now.new))
+    far, mass = far.transpose(1, 2), mass.mT  # tokens before heads: some tokens are looked at, one after the other
+    turn = step.now.tables(0, step.now.new, dtype)
     q, k = rotate(q, *turn).unflatten(1, (memory.kv_heads, -1)), rotate(k, *turn)
     j = torch.arange(k.shape[2], device=k.device)
     for t in torch.arange(first, first + count, -(-count // QUERIES), device=k.device).split(SLICE):

@@ -1,10 +1,9 @@
 """One table of kernels: for an op, a device, a dtype and whether a gradient is wanted, the function that does it.
 
-Memories call the four ops below (and ``kvm`` the row for ``"merge"``, see kvm_merge.py) and know no backend. Tensors
-come as the model and its cache have them, each in its own dtype: ``(B, H, T, D)``, in which transformers keeps caches
-(to ``window_attention``: ``(B, T, H, D)``), and gates as projected, ``(B, T, H)``. What is read is ``(B, T, H, D)``,
-and so are all arguments of the functions in the table, as flash-linear-attention has them; a view lies between.
-The torch forms of scan.py and window.py are the reference, and serve wherever nothing else does.
+Memories call the four ops below (and ``kvm`` the row for ``"merge"``) and know no backend. All tensors are
+``(B, H, T, D)``, in which transformers keeps caches, gates ``(B, H, T)``, each in its own dtype; a backend that wants
+another layout turns them itself. The PyTorch implementations in scan.py and window.py are the reference, and serve
+wherever nothing else does.
 
 ``RETROFIT_KERNELS`` forces the choice: names of backends with commas between them; what none of them serves runs on
 torch. Left unset, the first row of ``TABLE`` that fits and can be imported is taken.
@@ -30,7 +29,6 @@ from .scan import gated_delta_rule as scan_delta
 from .scan import linear_attention as scan_linear
 from .window import decode_attention as blocked_decode
 from .window import window_attention as blocked_window
-from .window import window_attention_lse as blocked_window_lse
 from .window_flash import fits, flash_decode, flash_window, needs_flash
 from .window_flex import flex_window, needs_flex
 
@@ -60,22 +58,21 @@ def gated_delta_rule(
     Args:
         q: queries ``(B, H, T, D_k)``; query head ``h`` reads state ``h // (H / H_s)``.
         k, v: keys ``(B, H_kv, T, D_k)`` and values ``(B, H_kv, T, D_v)``; ``H_kv`` divides ``H_s``, ``H_s`` divides H.
-        beta: writing strength ``(B, T, H_s)``, one for each state; 0 writes nothing.
-        log_decay: log of the decay ``a``, ``(B, T, H_s)``, at most 0; None means no decay.
+        beta: writing strength ``(B, H_s, T)``, one for each state; 0 writes nothing.
+        log_decay: log of the decay ``a``, ``(B, H_s, T)``, at most 0; None means no decay.
         state: the state before the first token ``(B, H_s, D_k, D_v)``; None means zero.
         scale: factor of the readings.
         normalise: give queries and keys unit length first; without it, keys must not be longer than that.
-        in_place: whether ``state`` may be overwritten. A single token then takes the shortest way, in torch's own
+        in_place: whether ``state`` may be overwritten. A single token then takes the shortest way, in PyTorch's own
             operations on any device: a compiler can join them, and CUDA graphs find the state where it was.
 
     Returns:
-        The readings ``(B, T, H, D_v)`` and the state after the last token, both in float32 or wider.
+        The readings ``(B, H, T, D_v)`` and the state after the last token, both in float32 or wider.
     """
     if in_place and _single(q, state, k, v, beta, log_decay):
         return _step(delta_step, q, k, v, (beta, log_decay), state, scale, normalise)
     run = choose("gated_delta_rule", q, k, v, beta, log_decay, state)
-    rows = (x.transpose(1, 2) for x in (q, k, v))
-    return run(*rows, beta, log_decay, state, scale=scale, normalise=normalise)
+    return run(q, k, v, beta, log_decay, state, scale=scale, normalise=normalise)
 
 
 def linear_attention(
@@ -86,7 +83,6 @@ def linear_attention(
     state: Tensor | None = None,
     *,
     scale: float,
-    normalise: bool = False,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Decayed linear attention, token by token: ``S <- a S + k v^T;  o = scale q S``.
@@ -95,10 +91,9 @@ def linear_attention(
     state for each head of ``log_decay``, or of ``k`` and ``v``, whichever has more.
     """
     if in_place and _single(q, state, k, v, log_decay):
-        return _step(linear_step, q, k, v, (log_decay,), state, scale, normalise)
+        return _step(linear_step, q, k, v, (log_decay,), state, scale)
     run = choose("linear_attention", q, k, v, log_decay, state)
-    rows = (x.transpose(1, 2) for x in (q, k, v))
-    return run(*rows, log_decay, state, scale=scale, normalise=normalise)
+    return run(q, k, v, log_decay, state, scale=scale)
 
 
 def window_attention(
@@ -111,36 +106,30 @@ def window_attention(
     window: int,
     start: int,
     scale: float,
-    pad: Tensor | None = None,
-    max_pad: int = 0,
     dropout: float = 0.0,
     lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention of each query over its window and the sinks that have left it.
 
-    A *slot* is a place in the padded sequence. Query ``t`` sees slot ``j`` of the window iff ``0 <= t - j < W``, and
-    sink ``i`` (slot ``pad + i``) iff that slot is no longer in the window. Padding is seen by nobody but padding.
+    Query ``t`` sees token ``j`` of the window iff ``0 <= t - j < W``, and sink ``i`` iff ``i <= t - W``.
 
     Args:
-        q: queries of the slots ``start .. start + n - 1``, ``(B, n, H, D)``.
-        k, v: keys and values of the slots ``start - W .. start + n - 1``, ``(B, W + n, H_kv, D)``; what lies before
-            slot 0 may hold any finite number.
-        sink_k, sink_v: the sinks of each row ``(B, S, H_kv, D)``.
+        q: queries of the tokens ``start .. start + n - 1``, ``(B, H, n, D)``.
+        k, v: keys and values of the tokens ``start - W .. start + n - 1``, ``(B, H_kv, W + n, D)``; what lies before
+            token 0 may hold any finite number.
+        sink_k, sink_v: tokens 0 to S - 1, ``(B, H_kv, S, D)``.
         window: W.
-        start: slot of the first query.
+        start: index of the first query.
         scale: factor of the logits.
-        pad: left padding of each row, ``(B,)``; None means none.
-        max_pad: the largest of ``pad``.
         dropout: probability, as in the base's attention.
         lse: whether the log-sum-exp of each query's logits is wanted; its gradient counts too.
 
     Returns:
-        ``(B, n, H, D)`` in the dtype of ``q``, and ``(B, n, H)`` in float32 or wider, or None.
+        ``(B, H, n, D)`` in the dtype of ``q``, and ``(B, H, n)`` in float32 or wider, or None.
     """
     run = choose("window_attention", q, k, v, sink_k, sink_v)
-    choose("decode_attention", q, k, v)  # comes next, and a compiled step cannot look around
-    how = {"window": window, "start": start, "scale": scale, "pad": pad, "max_pad": max_pad, "dropout": dropout}
-    return run(q, k, v, sink_k, sink_v, lse=lse, **how)
+    choose("decode_attention", q, k, v)  # torch.compile cannot resolve kernels: do it before decoding starts
+    return run(q, k, v, sink_k, sink_v, window=window, start=start, scale=scale, dropout=dropout, lse=lse)
 
 
 def decode_attention(
@@ -152,13 +141,13 @@ def decode_attention(
         causal: the queries are those of the last n keys, and see no later ones.
 
     Returns:
-        ``(B, n, H, D)``, and with ``lse`` the log-sum-exp ``(B, n, H)`` of its logits, else None.
+        ``(B, H, n, D)``, and with ``lse`` the log-sum-exp ``(B, H, n)`` of its logits, else None.
     """
     how = {"scale": scale, "dropout": dropout, "lse": lse, "causal": causal}
     return choose("decode_attention", q, k, v)(q, k, v, **how)
 
 
-# ---- the torch forms: heads before tokens, in float32 or wider ----
+# ---- PyTorch implementations of the recurrences, in float32 or wider ----
 
 
 def _single(q: Tensor, state: Tensor | None, *others: Tensor | None) -> bool:
@@ -174,7 +163,7 @@ def _step(
     gates: Sequence[Tensor | None],
     state: Any,
     scale: float,
-    normalise: bool,
+    normalise: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One token written into ``state`` and read, by a step of scan.py."""
     (B, H, _, D), states = q.shape, state.shape[1]
@@ -182,9 +171,10 @@ def _step(
         q, k = unit(cast(torch.cat([q, k], 1), state.dtype)).split([H, k.shape[1]], 1)
     q, k, v = (cast(x, state.dtype) for x in (q, k, v))
     q = q if states == H else q.reshape(B, states, -1, D)
-    gates = [None if gate is None else gate.reshape(B, -1, 1, 1) for gate in gates]
+    gates = [None if gate is None else gate.unsqueeze(-1) for gate in gates]
     read = form(q, per_state(k, states), per_state(v, states), *gates, state)
-    return (read if scale == 1 else read.mul_(scale)).view(B, 1, H, -1), state
+    read = read if scale == 1 else read.mul_(scale)
+    return read if states == H else read.view(B, H, 1, -1), state
 
 
 def _torch_delta(
@@ -202,8 +192,7 @@ def _torch_delta(
     if normalise:
         q, k = unit(q), unit(k)
     k, v = per_state(k, beta.shape[1]), per_state(v, beta.shape[1])
-    out, state = scan_delta(q, k, v, beta, log_decay, state, scale)
-    return out.transpose(1, 2), state
+    return scan_delta(q, k, v, beta, log_decay, state, scale)
 
 
 def _torch_linear(
@@ -214,23 +203,19 @@ def _torch_linear(
     state: Tensor | None,
     *,
     scale: float,
-    normalise: bool,
 ) -> tuple[Tensor, Tensor]:
     q, k, v, log_decay = _wide(q, k, v, log_decay)
-    if normalise:
-        q, k = unit(q), unit(k)
     states = max(x.shape[1] for x in (k, v, log_decay) if x is not None)
     k, v = per_state(k, states), per_state(v, states)
-    out, state = scan_linear(q, k, v, None if log_decay is None else per_state(log_decay, states), state, scale)
-    return out.transpose(1, 2), state
+    return scan_linear(q, k, v, None if log_decay is None else per_state(log_decay, states), state, scale)
 
 
 def _wide(*tensors: Any) -> list[Any]:
-    """``(B, T, H, ...)`` -> ``(B, H, T, ...)``, all in the widest of their dtypes, at least float32."""
+    """All in the widest of their dtypes, at least float32."""
     wide = torch.float32
     for x in tensors:
         wide = wide if x is None else torch.promote_types(wide, x.dtype)
-    return [None if x is None else x.to(wide).transpose(1, 2) for x in tensors]
+    return [None if x is None else cast(x, wide) for x in tensors]
 
 
 def per_state(x: Tensor, states: int) -> Tensor:
@@ -238,29 +223,22 @@ def per_state(x: Tensor, states: int) -> Tensor:
     return x if x.shape[1] == states else x.repeat_interleave(states // x.shape[1], 1)
 
 
-def _flash_window(q: Tensor, *rows: Tensor, lse: bool, max_pad: int, dropout: float, **how: Any) -> Any:
+def _flash_window(q: Tensor, *rows: Tensor, lse: bool, dropout: float, **how: Any) -> Any:
     if dropout or not fits(q.shape[-1], lse):
-        return _torch_window(q, *rows, lse=lse, max_pad=max_pad, dropout=dropout, **how)
+        return blocked_window(q, *rows, lse=lse, dropout=dropout, **how)
     return flash_window(q, *rows, lse=lse, **how)
 
 
-def _flex_window(q: Tensor, *rows: Tensor, lse: bool, max_pad: int, dropout: float, **how: Any) -> Any:
+def _flex_window(q: Tensor, *rows: Tensor, lse: bool, dropout: float, **how: Any) -> Any:
     if dropout:
-        return _torch_window(q, *rows, lse=lse, max_pad=max_pad, dropout=dropout, **how)
+        return blocked_window(q, *rows, lse=lse, dropout=dropout, **how)
     return flex_window(q, *rows, lse=lse, **how)
 
 
 def _flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, lse: bool, causal: bool) -> Any:
     if dropout or not lse or not fits(q.shape[-1], False):
         return blocked_decode(q, k, v, scale=scale, dropout=dropout, lse=lse, causal=causal)
-    return flash_decode(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale, causal=causal)
-
-
-def _torch_window(
-    q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, *, lse: bool, **how: Any
-) -> tuple[Tensor, Tensor | None]:
-    rows = [x.transpose(1, 2) for x in (q, k, v, sink_k, sink_v)]
-    return blocked_window_lse(*rows, **how) if lse else (blocked_window(*rows, **how), None)
+    return flash_decode(q, k, v, scale=scale, causal=causal)
 
 
 # ---- the table ----
@@ -298,7 +276,7 @@ TABLE: list[Kernel] = [
     Kernel("merge", "torch", lambda device, gradient: merge),
     Kernel("gated_delta_rule", "torch", lambda device, gradient: _torch_delta),
     Kernel("linear_attention", "torch", lambda device, gradient: _torch_linear),
-    Kernel("window_attention", "torch", lambda device, gradient: _torch_window),
+    Kernel("window_attention", "torch", lambda device, gradient: blocked_window),
     Kernel("decode_attention", "torch", lambda device, gradient: blocked_decode),
 ]
 
@@ -313,7 +291,8 @@ def choose(op: str, *inputs: Tensor | None) -> Callable[..., Any]:
     if key not in _chosen:
         row, _chosen[key], missing = find(*key)
         dtype, wanted = str(first.dtype).removeprefix("torch."), "with" if key[3] else "without"
-        logger.info(f"{op} on {first.device.type} in {dtype}, {wanted} a gradient: {row.backend}")
+        if not torch.compiler.is_compiling():  # a compiler would cut the step in pieces here
+            logger.info(f"{op} on {first.device.type} in {dtype}, {wanted} a gradient: {row.backend}")
         for reason in missing:
             logger.warning_once(f"{op} runs on {row.backend}, not on {reason}")
     return _chosen[key]
@@ -329,7 +308,8 @@ def find(op: str, device: str, dtype: torch.dtype, gradient: bool) -> tuple[Kern
     Raises:
         RetrofitError: ``RETROFIT_KERNELS`` names a backend that there is not, or that does not run here.
     """
-    forced, missing = forced_backends(), list[str]()
+    forced = forced_backends()
+    missing: list[str] = []  # a compiler cannot trace list[str]()
     for row in TABLE:
         if row.op != op or (row.dtypes and dtype not in row.dtypes) or (gradient and not row.gradients):
             continue

@@ -13,10 +13,9 @@ from .infini import InfiniAttention
 from .joint import JointMemory
 from .joint_rows import JointRows
 from .kvm import KVM
-from .memory import Memory
+from .memory import Memory, WindowOnly
 from .tensor_cache import TensorCache
 from .tova import Tova
-from .window_only import WindowOnly
 
 KINDS: dict[str, type[Memory]] = {
     kind.kind: kind

@@ -2,29 +2,31 @@
 
 The window loses a whole chunk at a time; each token of it either founds a row or joins the row whose key is likest.
 Rows are read by the same softmax as the window. How the paper's form of the keys is replaced, so that a row of a single
-token is that token's own key, is :class:`RotaryKeys`; nobody has published KVM on a pretrained model, this is ours.
+token is that token's own key, is :class:`patches.kvm_rows.RotaryKeys`; nobody has published KVM on a pretrained model,
+this is ours.
 """
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu
+from torch.nn.functional import pad as fill
 from transformers import initialization as init
 
-from .cache import MemoryCacheLayer, plain_stream
+from .blocks import Frame
+from .cache import newest_at_places
 from .errors import RetrofitError, one_of
-from .frames import Frame, sink_attention
-from .kvm_blocks import Rule, attend_blocks, no_rows
-from .kvm_budget import Budget, Schedule, schedule
 from .kvm_rows import RotaryKeys, absorb, prepare, read_rows
-from .memory import Joined, Kept, Memory
-from .merged_softmax import join, look
+from .memory import Joined, Kept, Memory, Step
+from .merged_softmax import GATHERED, GPU_GATHERED, Part, Place, join, look, look_in_blocks
 from .modules import WideLinear
 from .options import Options, above_zero, true_or_false, whole_number
 from .precision import cast, wide
-from .step import Pass, Step
+from .sequence import Pass, once_for_all_layers
 
 CHUNK = 256  # the paper's, and the most that is chosen unasked
 
@@ -68,6 +70,87 @@ class KVMOptions(Options):
         if self.exponent > 1:
             raise RetrofitError(f"exponent={self.exponent}: rows cannot be more than tokens: choose 1 or less")
         true_or_false("gate_appends", self.gate_appends)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """B(e), the rows a head may hold after ``e`` tokens: never fewer than ``rows``.
+
+    Attributes:
+        kind: ``"fixed"``; ``"power_law"``, ``factor * e ** exponent``; or ``"saturating"``, ``N e / (N + e)``.
+        rows: the number itself if fixed, the least otherwise.
+        factor, exponent: of the power law.
+        saturation: N.
+        multiple: growing budgets are rounded down to a multiple of this.
+    """
+
+    kind: str = "fixed"
+    rows: int = 1
+    factor: float = 16.0
+    exponent: float = 0.5
+    saturation: int = 1024
+    multiple: int = 1
+
+    def __call__(self, tokens: int) -> int:
+        if self.kind == "fixed":
+            return self.rows
+        if self.kind == "power_law":
+            allowed = math.floor(self.factor * float(tokens) ** self.exponent)
+        else:
+            allowed = math.floor(self.saturation * tokens / (self.saturation + tokens))
+        return max(self.rows, allowed // self.multiple * self.multiple)
+
+
+class Schedule:
+    """How many rows there are once so many blocks of ``chunk`` tokens have left a window of ``window``.
+
+    The first block founds a row per token. The block ``[b, b + C)`` that leaves when ``e = b + W`` tokens have been
+    seen adds as many as B(e) allows, ``b + C`` in all at most. With blocks of 2 and 3 rows:
+
+    >>> [Schedule(Budget("fixed", rows=3), chunk=2, window=4).rows(blocks) for blocks in range(5)]
+    [0, 2, 3, 3, 3]
+    """
+
+    def __init__(self, budget: Budget, chunk: int, window: int):
+        self.budget, self.chunk, self.window = budget, chunk, window
+        self._counts = [0, chunk]
+
+    def rows(self, blocks: int) -> int:
+        """Rows after ``blocks`` blocks; 0 or fewer blocks leave none."""
+        while len(self._counts) <= blocks:
+            left, now = (len(self._counts) - 1) * self.chunk, self._counts[-1]
+            allowed = min(self.budget(left + self.window), left + self.chunk)
+            self._counts.append(min(max(now, allowed), now + self.chunk))
+        return self._counts[max(blocks, 0)]
+
+
+@lru_cache
+def schedule(budget: Budget, chunk: int, window: int) -> Schedule:
+    """The schedule of these settings, made once."""
+    return Schedule(budget, chunk, window)
+
+
+@dataclass
+class Rule:
+    """What does not change from call to call.
+
+    Attributes:
+        schedule: how many rows there are when.
+        temperature: ``(H,)``, factor of the logits of rows.
+        scale: factor of all logits.
+        gate_appends: whether the gate weakens appended tokens too.
+        dropout: probability, as in the base's attention.
+    """
+
+    schedule: Schedule
+    temperature: Tensor
+    scale: float
+    gate_appends: bool = False
+    dropout: float = 0.0
+
+    def evicted(self, index: int) -> int:
+        """Blocks that have left the window by the time the token at ``index`` attends."""
+        return max(0, index // self.schedule.chunk + 1 - self.schedule.window // self.schedule.chunk)
 
 
 class KVM(Memory):
@@ -164,77 +247,156 @@ class KVM(Memory):
         return 1 + elu(self.merge_gate(x))
 
     def attend(self, step: Step) -> Joined:
-        assert step.gates is not None
-        layer, now = step.layer, step.now
-        rule = Rule(self.schedule, self.temperature, step.scale, 0, self.options.gate_appends, step.dropout)
-        frame = now.frame(self.sinks, self.chunk, now.seen, now.new)
-        bias = None
-        if step.key_bias is not None:
-            bias = cast(step.key_bias, wide(step.k.dtype)).view(self.kv_heads, 1, -1)
-        keys = RotaryKeys(now, now.offset[:, None] + frame.column(frame.skip), bias, self.options.positions)
-        if layer is not None and self._one_more(step, layer, frame):
-            return self._decode(step, layer, frame, keys, rule), None
-        new = step.k, step.v, step.gates, now.pad
-        if layer is None:
-            stream = plain_stream(*new, seen=0, window=self.window, sinks=self.sinks)
-        else:
-            stream = layer.stream(*new)
+        layer, now, dtype = step.layer, step.now, wide(step.k.dtype)
+        rule = Rule(self.schedule, self.temperature, step.scale, self.options.gate_appends, step.dropout)
+        bias = None if step.key_bias is None else cast(step.key_bias, dtype).view(self.kv_heads, 1, -1)
+        keys = RotaryKeys(now, now.origin() + self.sinks, bias, self.options.positions)
+        if now.decoding:
+            return self._decode(step, keys, rule), None
+        frame = Frame(now.seen, now.new, self.sinks, self.chunk)
+        stream = layer.stream(now, step.k, step.v, step.gates)
         assert stream.gates is not None
-        rows = no_rows(step.k) if layer is None else layer.state.get("rows", no_rows(step.k))
         before = now.seen - self.window, -self.window
-        k, v, gates = (frame.lay(x, *before) for x in (stream.k, stream.v, _per_head(stream.gates)))
-        q, sinks = frame.lay(step.q, now.seen), (stream.sink_k, stream.sink_v)
-        out, rows = attend_blocks(q, k, v, gates, *sinks, rows, keys, rule, frame)
-        of_sinks = sink_attention(frame, step.q, *sinks, step.scale, step.dropout)
-        if layer is not None:
-            layer.state["rows"] = rows
-            layer.commit(stream, now.new)
+        k, v, gates = (frame.lay(x, *before) for x in (stream.k, stream.v, stream.gates))
+        rows, sinks = layer.state.get("rows", no_rows(step.k)), (stream.sink_k, stream.sink_v)
+        out, layer.state["rows"] = attend_blocks(
+            frame.lay(step.q, now.seen), k, v, gates, *sinks, rows, keys, rule, frame
+        )
+        of_sinks = frame.sink_attention(step.q, *sinks, step.scale, step.dropout)
+        layer.commit(stream, now)
         return frame.collect(out, of_sinks), None
 
-    def _one_more(self, step: Step, layer: MemoryCacheLayer, frame: Frame) -> bool:
-        """Whether this is plain decoding: one token, all sinks there, no graph for in-place writes to break."""
-        return layer.evicting and step.now.new == 1 and min(frame.start) >= 0 and not step.differentiates(layer)
-
-    def _decode(self, step: Step, layer: MemoryCacheLayer, frame: Frame, keys: RotaryKeys, rule: Rule) -> Tensor:
-        """One token: if it begins a chunk, the oldest chunk becomes rows first; then it attends. ``(B, 1, H, D)``."""
-        schedule, device = rule.schedule, step.q.device
-        old = [rule.evicted(index - 1) for index in frame.start]
-        new = [rule.evicted(index) for index in frame.start]
-        rows = layer.state["rows"]
-        if old != new:
-            ring = (torch.arange(self.chunk, device=device) + step.now.seen) % self.window  # the chunk W slots ago
-            index = frame.column(frame.start) - self.window + torch.arange(self.chunk, device=device)
+    def _decode(self, step: Step, keys: RotaryKeys, rule: Rule) -> Tensor:
+        """One token: if it begins a chunk, the oldest chunk becomes rows first; then it attends. ``(B, H, 1, D)``."""
+        layer, now, chunk, window = step.layer, step.now, self.chunk, self.window
+        index = now.seen - self.sinks
+        rows, left = layer.state["rows"], rule.evicted(index)
+        if rule.evicted(index - 1) != left:
+            ring = (torch.arange(chunk, device=step.q.device) + index) % window  # the chunk W tokens ago
             k, v = (x[:, :, self.sinks + ring] for x in (layer.keys, layer.values))
-            blocks = prepare(k, v, _per_head(layer.gates[:, ring]), index, keys, self.chunk, rule.gate_appends)
-            before, after = ([schedule.rows(n) for n in numbers] for numbers in (old, new))
-            active = [x != y for x, y in zip(old, new, strict=True)]
-            rows = absorb(rows, blocks, 0, keys, before, after, active)
-            layer.state["rows"] = rows
-        layer.push(step.k, step.v, step.gates, step.now.places(self.window, self.sinks))
+            indices = torch.arange(index - window, index - window + chunk, device=step.q.device)
+            blocks = prepare(k, v, layer.gates[:, :, ring], indices, keys, chunk, rule.gate_appends)
+            rows = layer.state["rows"] = absorb(rows, blocks, 0, keys, rule.schedule.rows(left))
+        layer.replace(now, step.k, step.v, step.gates)
 
-        begin = [max(0, (index // self.chunk + 1) * self.chunk - self.window) for index in frame.start]
-        now = step.now
-        near = now.once(("kvm's window", self.window, self.sinks, self.chunk), lambda: self._near(now, frame, begin))
+        near, at, edge = locate_token(now, window, self.sinks, chunk)
         parts = [look(step.q, layer.keys, layer.values, near, step.scale, step.dropout)]
-        counts, most = [schedule.rows(n) for n in new], rows.shape[2]
-        if max(counts):
-            moved = keys.queries(step.q, frame.column(frame.start))
-            q = (step.q if moved is None else moved) * cast(rule.temperature, step.q.dtype)[:, None, None]
-            edge = frame.column(begin) - 1
+        if rows.shape[2]:
+            q = keys.queries(step.q, at) * cast(rule.temperature, step.q.dtype).view(-1, 1, 1)
             row_k, row_v = (cast(x[:, 0], step.k.dtype) for x in read_rows(rows.unsqueeze(1), keys, edge))
-            held = None
-            if min(counts) < most:
-                held = (torch.arange(most, device=device) < frame.column(counts)).unsqueeze(1)
-            parts.append(look(q, row_k, row_v, held, step.scale, step.dropout))
+            parts.append(look(q, row_k, row_v, None, step.scale, step.dropout))
         return join(*parts)
 
-    def _near(self, now: Pass, frame: Frame, begin: list[int]) -> Tensor:
-        """Which of sinks and ring one query sees ``(1 or B, 1, S + W)``: the ring from index ``begin`` on."""
-        slot = now.seen - (now.seen - torch.arange(self.window, device=now.device)) % self.window
-        seen = slot >= frame.column([b + skip for b, skip in zip(begin, frame.skip, strict=True)])
-        return torch.cat([seen.new_ones(len(seen), self.sinks), seen], 1).unsqueeze(1)
+
+@once_for_all_layers
+def locate_token(now: Pass, window: int, sinks: int, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For one token: which of sinks and ring it sees ``(1, 1, S + W)``, its index ``(1,)`` and that of the last token
+    before its window ``(1,)``."""
+    index = now.seen - sinks
+    begin = max(0, (index // chunk + 1) * chunk - window)
+    seen = newest_at_places(index + 1, window, now.device) >= begin
+    near = torch.cat([seen.new_ones(sinks), seen])[None, None]
+    at, edge = (torch.full((1,), number, device=now.device) for number in (index, begin - 1))
+    return near, at, edge
 
 
-def _per_head(gates: Tensor) -> Tensor:
-    """``(B, n, H_kv) -> (B, H_kv, n, 1)``."""
-    return gates.transpose(1, 2).unsqueeze(-1)
+def no_rows(k: Tensor) -> Tensor:
+    """The rows before the first block, for keys ``k`` (B, H_kv, n, D)."""
+    return k.new_zeros(*k.shape[:2], 0, 2 * k.shape[3] + 4, dtype=wide(k.dtype))
+
+
+def attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    rows: Tensor,
+    keys: RotaryKeys,
+    rule: Rule,
+    frame: Frame,
+) -> tuple[Tensor, Tensor]:
+    """Attend chunk by chunk over sinks, rows and window, and write each block when it leaves the window.
+
+    Args:
+        q: queries of the frame's tokens ``(B, H, F, D)``.
+        k, v: keys and values of the W tokens before the frame and of its own ``(B, H_kv, W + F, D)``.
+        gates: write gates of the same tokens ``(B, H_kv, W + F)``.
+        sink_k, sink_v: ``(B, H_kv, S, D)``.
+        rows: those before this call.
+        frame: the tokens' places; its unit is the chunk.
+
+    Returns:
+        The heads ``(B, H, F, D)`` and the rows after the last new token.
+    """
+    near = attend_window(q, k, v, sink_k, sink_v, rule, frame)
+    far, rows = attend_rows(q, k, v, gates, rows, keys, rule, frame)
+    return (near[0] if far is None else join(near, far)), rows
+
+
+def attend_window(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, rule: Rule, frame: Frame) -> Part:
+    """What queries see of the sinks and of the window, which begins W tokens before the end of their chunk."""
+    chunk, window, device = rule.schedule.chunk, rule.schedule.window, q.device
+    # several chunks at a time on a CPU; elsewhere one, whose mask is one that kernels know
+    size = min(frame.size, max(chunk, window // 4 // chunk * chunk)) if device.type == "cpu" else chunk
+    query, sinks = torch.arange(size, device=device)[:, None], sink_k.shape[2]
+    token = torch.arange(window + size - chunk, device=device)  # from W before the end of the block's first chunk
+    seen = (token >= query // chunk * chunk) & (token <= query + window - chunk)
+    sight = torch.cat([seen.new_ones(size, sinks), seen], 1)[None]
+
+    def there(blocks: range) -> Tensor | None:
+        before = frame.base + chunk - window  # index of a block's first token, less its own offset
+        if before + blocks.start * size >= 0:
+            return None
+        first = torch.arange(blocks.start, blocks.stop, device=device) * size + before
+        begun = token >= -first[:, None]
+        return torch.cat([begun.new_ones(len(begun), sinks), begun], -1)[None]
+
+    places = Place(sink_k, sink_v, 0, sinks), Place(k[:, :, chunk:], v[:, :, chunk:], size, window + size - chunk)
+    return look_in_blocks(q, size, places, sight, there, rule.scale, rule.dropout, causal=size == chunk)
+
+
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, rows: Tensor, keys: RotaryKeys, rule: Rule, frame: Frame
+) -> tuple[Part | None, Tensor]:
+    """What queries see of the rows (None: there are none), and the rows after the last new token."""
+    chunk, window, counts = rule.schedule.chunk, rule.schedule.window, rule.schedule.rows
+    chunks = frame.size // chunk
+    # blocks written before the first new token, and once each of the frame's chunks has begun
+    done = [rule.evicted(frame.start - 1)]
+    done += [rule.evicted(min(frame.base + j * chunk, frame.last)) for j in range(chunks)]
+    most = counts(done[-1])
+    if not most:
+        return None, rows
+    first_index = torch.arange(frame.base, frame.base + frame.size, device=q.device)
+    blocks = None
+    if done[0] != done[-1]:
+        # the block that leaves as chunk j arrives lies W before it
+        left, size = first_index - window, frame.size
+        blocks = prepare(k[:, :, :size], v[:, :, :size], gates[:, :, :size], left, keys, chunk, rule.gate_appends)
+    q = keys.queries(q, first_index) * rule.temperature.to(q.dtype)[:, None, None]
+    at_once = GATHERED if k.device.type == "cpu" else GPU_GATHERED
+    together = max(1, at_once // (k.shape[0] * k.shape[1] * k.shape[3] * most))
+    parts = []
+    for first in range(0, chunks, together):
+        span = range(first, min(first + together, chunks))
+        states = []
+        for j in span:
+            if done[j] != done[j + 1]:
+                assert blocks is not None
+                rows = absorb(rows, blocks, j, keys, counts(done[j + 1]))
+            states.append(rows)
+        most = max(rows.shape[2], 1)
+        states = [fill(x, (0, 0, 0, most - x.shape[2])) if x.shape[2] < most else x for x in states]
+        edge = torch.arange(span.start, span.stop, device=q.device) * chunk + (frame.base + chunk - window - 1)
+        row_k, row_v = (x.flatten(0, 1).to(k.dtype) for x in read_rows(torch.stack(states, 1), keys, edge))
+        held, mask = [counts(done[j + 1]) for j in span], None
+        if any(count != most for count in held):
+            mask = torch.arange(most, device=q.device) < torch.tensor(held, device=q.device)[:, None]  # (n, M)
+            mask = mask.expand(len(q), -1, -1).flatten(0, 1).unsqueeze(1)
+        queries = q[:, :, span.start * chunk : span.stop * chunk].unflatten(2, (-1, chunk)).transpose(1, 2)
+        part = look(queries.flatten(0, 1), row_k, row_v, mask, rule.scale, rule.dropout)
+        parts.append([x.unflatten(0, (-1, len(span))).transpose(1, 2).flatten(2, 3) for x in part])
+    out, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+    return (out, lse), rows

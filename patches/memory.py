@@ -1,18 +1,24 @@
-"""What a memory is: the interface that every kind fills in.
+"""What a memory is: the interface that every kind fills in, and the two base classes that most kinds begin from.
 
-The attention calls it with a :class:`Step`; once something must be evicted, it gives what goes into the output
+The attention calls a memory with a :class:`Step`; once something must be evicted, it gives what goes into the output
 projection. Everything a kind does differently (what it keeps, how it is read, where it joins, what it costs) is inside.
+All tensors are ``(B, H, tokens, D)``, as transformers keeps caches; gates are ``(B, G, tokens)``.
 """
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from .cache import MemoryCacheLayer
+from .errors import one_of
+from .kernels import decode_attention, window_attention
 from .options import Options
 from .precision import cast, exact_products, wide
-from .step import Step
+from .sequence import Pass, Text
 
 
 class Kept(NamedTuple):
@@ -26,8 +32,90 @@ class Kept(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-# the heads before the output projection (B, n, H, D), and what to add after it (B, n, E) or None
+# the heads before the output projection (B, H, n, D), and what to add after it (B, n, E) or None
 Joined = tuple[Tensor, Tensor | None]
+
+
+@dataclass
+class Step:
+    """One layer's share of a pass.
+
+    Attributes:
+        now: the pass.
+        x: the attention's input ``(B, n, E)``.
+        q: queries ``(B, H, n, D)``, rotated at their original positions.
+        k, v: keys and values ``(B, H_kv, n, D)``; keys rotated likewise.
+        layer: the layer's cache, or one that forgets.
+        scale: factor of the attention logits.
+        dropout: the base's attention dropout, 0 outside training.
+        key_bias: what the key projection adds to every key before its rotation ``(H_kv * D,)``, for kinds that ask for
+            it; None: nothing.
+        plain_q: ``q`` before its rotation, for kinds that ask for it; None: nobody knows.
+        gates: write gates ``(B, G, n)`` of the new tokens, or None; filled in by :meth:`Memory.forward`.
+    """
+
+    now: Pass
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layer: MemoryCacheLayer
+    scale: float
+    dropout: float = 0.0
+    key_bias: Tensor | None = None
+    plain_q: Tensor | None = None
+    gates: Tensor | None = None
+
+    def of_text(self, text: Text, layer: MemoryCacheLayer) -> "Step":
+        """The step for some of its texts alone, whose padding is left out."""
+        rows, skip = text.rows, text.skip
+        q, k, v, plain_q, gates = (
+            None if x is None else x[rows, :, skip:] for x in (self.q, self.k, self.v, self.plain_q, self.gates)
+        )
+        x = self.x[rows, skip:]
+        return replace(self, now=text.now, x=x, q=q, k=k, v=v, layer=layer, plain_q=plain_q, gates=gates)  # type: ignore
+
+    def readers(self, first: int) -> tuple[Tensor, Tensor]:
+        """Input ``(B, n - first, E)`` and queries ``(B, H, n - first, D)`` of the tokens from ``first`` on."""
+        return (self.x[:, first:], self.q[:, :, first:]) if first else (self.x, self.q)
+
+    def plain_queries(self, first: int, dtype: torch.dtype) -> Tensor:
+        """Queries ``(B, H, n - first, D)`` of the tokens from ``first`` on, before rotation."""
+        if self.plain_q is None:
+            return self.now.rotate_back(cast(self.q[:, :, first:], dtype), first)
+        return cast(self.plain_q[:, :, first:] if first else self.plain_q, dtype)
+
+    def differentiates(self) -> bool:
+        """Whether a graph is recorded that writing to the cache in place would break."""
+        if not torch.is_grad_enabled():
+            return False
+        return any(tensor.requires_grad for tensor in (self.q, self.k, self.v, *self.layer.tensors()))
+
+
+@dataclass
+class Evicted:
+    """Tokens that leave the window, one after the other; query ``first + i`` reads once the i-th is written.
+
+    Attributes:
+        k, v: keys, rotated, and values ``(B, H_kv, m, D)``.
+        gates: write gates ``(B, G, m)``, or None.
+        first: the call's first query that evicts a token which is no sink.
+        start: of the first such token, counted from the call's first token: ``first - W``.
+    """
+
+    k: Tensor
+    v: Tensor
+    gates: Tensor | None
+    first: int
+    start: int
+
+    @property
+    def count(self) -> int:
+        return self.k.shape[2]
+
+    def plain_keys(self, now: Pass, dtype: torch.dtype) -> Tensor:
+        """The keys before their rotation."""
+        return now.rotate_back(cast(self.k, dtype), self.start)
 
 
 class Memory(nn.Module):
@@ -43,8 +131,9 @@ class Memory(nn.Module):
         needs_key_bias: whether it must know what the base adds to every key.
         needs_plain_queries: whether it must know queries as they were before their rotation.
         writes_back: whether each step changes the whole state, or only reads it.
-        size: the option that says how many rows it keeps, if it has one.
-        compiles: whether a step of plain decoding depends on no number but those on the device.
+        size: the option that says how many tokens it keeps, if it has one.
+        decodes_ragged: whether a step of plain decoding may hold texts of different length.
+        compiles: whether such a step depends on no number but those on the device.
     """
 
     is_retrofit_memory = True
@@ -56,6 +145,7 @@ class Memory(nn.Module):
     needs_key_bias: ClassVar[bool] = False
     needs_plain_queries: ClassVar[bool] = False
     writes_back: ClassVar[bool] = False
+    decodes_ragged: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     size: ClassVar[str | None] = None
     Options: ClassVar[type[Options]] = Options
@@ -103,32 +193,49 @@ class Memory(nn.Module):
         Returns:
             What :meth:`attend` gives, or None while nothing is evicted: the base's own attention then runs.
         """
-        if step.layer is None and not step.now.evicting:
+        now = step.now
+        if not now.evicting and not step.layer.keeps:
             return None
         # states, gates and decays stay in float32 under mixed precision too
         with torch.autocast(step.x.device.type, enabled=False), exact_products(self.tf32):
-            if step.now.full and self.trainable:
+            if now.decoding and step.differentiates():
+                now = step.now = replace(now, decoding=False, results={}, elsewhere={})
+            if now.decoding and self.trainable:
                 step.x = cast(step.x, wide(step.x.dtype))  # once for all projections
-            step.gates = self.write_gates(step.x)
-            if step.now.evicting:
-                return self.attend(step)
-            self.wait(step)
-        return None
+            if now.new == 1:
+                step.layer.take_tensors()
+            gates = self.write_gates(step.x)
+            step.gates = None if gates is None else gates.mT
+            alone = not (now.starts.alike or (now.decoding and self.decodes_ragged))
+            if not now.evicting:
+                self.notice(step)
+                return None
+            return self.attend_each(step) if alone else self.attend(step)
+
+    def attend_each(self, step: Step) -> Joined:
+        """:meth:`attend` for texts of a padded batch, those that start alike together; padding reads zeros."""
+        heads, added, parts, adds = list[Tensor](), list[Tensor](), [], False
+        for text in step.now.texts:
+            part, out, more = step.layer.part(text, self.state_shapes(text.now.seen)), None, None
+            if text.now.new:
+                out, more = self.attend(step.of_text(text, part))
+            for results, x, like in ((heads, out, step.q), (added, more, step.x)):
+                results.append(torch.zeros_like(like[text.rows]) if x is None else pad(x, (0, 0, text.skip, 0)))
+            parts.append((text.rows, part))
+            adds = adds or more is not None
+        step.layer.join(parts)
+        return torch.cat(heads), torch.cat(added) if adds else None
 
     def write_gates(self, x: Tensor) -> Tensor | None:
         """Gates ``(B, n, G)`` with which tokens of input ``x`` (B, n, E) will be written; computed when they arrive."""
         return None
 
-    def wait(self, step: Step) -> None:
-        """Keep what will be needed of tokens that arrive while nothing is evicted, in ``step.layer``.
-
-        The base's attention puts their keys and values there afterwards.
-        """
-        assert step.layer is not None
-        step.layer.append_gates(step.gates)
+    def notice(self, step: Step) -> None:
+        """Look at tokens that arrive while nothing is evicted, before ``step.layer`` holds them."""
 
     def attend(self, step: Step) -> Joined:
-        """The attention's output over sinks, window and memory; also updates ``step.layer``."""
+        """The attention's output over sinks, window and memory for texts that start alike; also updates
+        ``step.layer``."""
         raise NotImplementedError
 
     # ---- what it costs, for one sequence in one layer ----
@@ -180,3 +287,202 @@ class Memory(nn.Module):
     def state_flops(self, evicted: int) -> int:
         """Operations on the state while ``evicted`` tokens leave the window."""
         return 0
+
+    def state_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the state's tensors after so many tokens of a sequence; nothing was written up to ``capacity``."""
+        if tokens <= self.capacity:
+            return {}
+        return {name: kept.shape for name, kept in self.state_tensors(torch.float32, tokens).items()}
+
+
+class WindowMemory(Memory):
+    """Base class: sinks, sliding window, and a memory that is given what leaves it (here: nothing).
+
+    Attributes:
+        joins_window: whether the memory competes with the window's logits, so that :meth:`recall` needs their sum.
+    """
+
+    writes_back = decodes_ragged = compiles = True
+    joins_window: ClassVar[bool] = False
+
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
+        return {}
+
+    def attend(self, step: Step) -> Joined:
+        layer, now, window = step.layer, step.now, self.window
+        first, scale, dropout, lse = now.first_evicting(window, self.sinks), step.scale, step.dropout, self.joins_window
+        if now.decoding:
+            gone = Evicted(*layer.replace(now, step.k, step.v, step.gates), 0, -window)
+            near, total = decode_attention(step.q, layer.keys, layer.values, scale=scale, dropout=dropout, lse=lse)
+            return self.recall(step, near, total, gone)
+        stream = layer.stream(now, step.k, step.v, step.gates)
+        rows = (step.q, stream.k, stream.v, stream.sink_k, stream.sink_v)
+        near, total = window_attention(*rows, window=window, start=now.seen, scale=scale, dropout=dropout, lse=lse)
+        out: Joined = near, None
+        if first < now.new:
+            k, v = stream.k[:, :, first : now.new], stream.v[:, :, first : now.new]
+            gates = None if stream.gates is None else stream.gates[:, :, first : now.new]
+            out = self.recall(step, near, total, Evicted(k, v, gates, first, first - window))
+        layer.commit(stream, now)
+        return out
+
+    def recall(self, step: Step, near: Tensor, lse: Tensor | None, gone: Evicted) -> Joined:
+        """Write the evicted tokens, read the memory and join it with the window's output; here there is no memory.
+
+        Args:
+            near: the window's output ``(B, H, n, D)``.
+            lse: log-sum-exp of its logits ``(B, H, n)``, float32 or wider, if the kind ``joins_window``.
+            gone: what leaves the window.
+        """
+        return near, None
+
+
+class WindowOnly(WindowMemory):
+    """Sinks + sliding window and nothing else (StreamingLLM's attention at original positions, arXiv 2309.17453)."""
+
+    kind = "none"
+    trainable = False
+
+
+class MatrixMemory(WindowMemory):
+    """Base class: one matrix per head, written with evicted tokens, read by a product, added to the window's output.
+
+    Attributes:
+        shared: whether the query heads of a key head read one matrix; else each has its own.
+        writes: products of a written token with each matrix.
+    """
+
+    shared: ClassVar[bool] = False
+    writes: ClassVar[int] = 1
+
+    @property
+    def states(self) -> int:
+        """H_s, the matrices of a layer; whatever writes is there once for each."""
+        return self.kv_heads if self.shared else self.heads
+
+    def read(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``m`` tokens one after the other and read the memory after each.
+
+        Args:
+            x: attention inputs of the reading tokens ``(B, m, E)``.
+            q: their queries ``(B, H, m, D)``.
+            k, v: written keys and values ``(B, H_kv, m, D)``.
+            gates: write gates of the written tokens ``(B, G, m)``.
+            state: the state before, or None.
+
+        Returns:
+            What is added to the window's output ``(B, H, m, D)``, and the new state.
+        """
+        raise NotImplementedError
+
+    def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
+        return {"matrix": Kept((self.states, self.head_dim, self.head_dim), wide(dtype))}
+
+    def state_flops(self, evicted: int) -> int:
+        return 2 * self.head_dim**2 * (self.writes * self.states + self.heads) * evicted  # each query head reads once
+
+    def recall(self, step: Step, near: Tensor, lse: Tensor | None, gone: Evicted) -> Joined:
+        assert gone.gates is not None
+        state = step.layer.state
+        read, state["matrix"] = self.read(*step.readers(gone.first), gone.k, gone.v, gone.gates, state.get("matrix"))
+        return add_from(near, gone.first, read), None
+
+
+def add_from(near: Tensor, first: int, added: Tensor) -> Tensor:
+    """``near`` (B, H, n, D) with ``added`` (B, H, n - first, D) on what comes from ``first`` on."""
+    added = cast(added, near.dtype)
+    return near + added if first == 0 else torch.cat([near[:, :, :first], near[:, :, first:] + added], 2)
+
+
+@dataclass
+class Pairs:
+    """Tokens that are written one after the other, and beside each the query that reads next.
+
+    Attributes:
+        q: queries ``(B, H, m, D)``; zeros where nothing reads.
+        k, v: written keys and values ``(B, H_kv, m, D)``.
+        start: of the first written token, counted from the call's first token.
+        lag: tokens between a written one and the query beside it: W, or 0.
+        lead: pairs before the first one whose reading is used.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    start: int
+    lag: int
+    lead: int
+
+
+@dataclass(frozen=True)
+class PopulationOptions(Options):
+    """Options of memories without write gates.
+
+    Attributes:
+        population: ``"evicted"``, so that every token is in exactly one place, or ``"all"``: every token as it arrives.
+    """
+
+    population: str = "evicted"
+
+    def __post_init__(self) -> None:
+        one_of("population", self.population, "evicted", "all")
+
+
+class UngatedMemory(WindowMemory):
+    """Base class: a matrix memory whose writing depends on keys and values alone; it can take either population.
+
+    Attributes:
+        products: how often a written token costs one multiplication per element of the state: written, read by each
+            query of its group, corrected.
+    """
+
+    Options = PopulationOptions
+
+    @property
+    def products(self) -> float:
+        return 1 + self.heads / self.kv_heads
+
+    def state_flops(self, evicted: int) -> int:
+        return int(2 * self.state_elements() * self.products * evicted)
+
+    def exchange(self, step: Step, pairs: Pairs, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Write and read pair after pair.
+
+        Args:
+            step: the layer's step, for rotary positions.
+            pairs: what to write and what reads.
+            state: the state before, by name; empty before the first write.
+
+        Returns:
+            The readings ``(B, H, m, R)`` for :meth:`join`, zero where nothing was ever written, and the new state.
+        """
+        raise NotImplementedError
+
+    def join(self, near: Tensor, read: Tensor) -> Joined:
+        """Put readings ``(B, H, n, R)`` and the window's output ``(B, H, n, D)`` together; returns as ``attend``."""
+        raise NotImplementedError
+
+    def recall(self, step: Step, near: Tensor, lse: Tensor | None, gone: Evicted) -> Joined:
+        first = gone.first
+        if self.options.population == "evicted":
+            pairs = Pairs(step.readers(first)[1], gone.k, gone.v, gone.start, self.window, 0)
+        else:
+            pairs = self._all_arrived(step, first)
+        read, step.layer.state = self.exchange(step, pairs, step.layer.state)
+        if pairs.lead or first:
+            read = pad(read[:, :, pairs.lead :], (0, 0, first, 0))
+        return self.join(near, read)
+
+    def _all_arrived(self, step: Step, first: int) -> Pairs:
+        """All tokens that are not written yet; nothing reads before the first eviction, as with the other population.
+
+        The base's own attention runs until then, without the memory: up to W tokens wait in the cache.
+        """
+        k, v, start = step.k, step.v, 0
+        if not step.layer.state:
+            stream, start = step.layer.stream(step.now, k, v, None), self.sinks - step.now.seen
+            k, v = (x[:, :, self.window + start :] for x in (stream.k, stream.v))
+        lead = first - start
+        return Pairs(pad(step.q[:, :, first:], (0, 0, lead, 0)), k, v, start, 0, lead)

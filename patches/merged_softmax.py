@@ -14,7 +14,7 @@ from .precision import cast
 GATHERED = 2**22  # keys gathered at a time on a CPU, in elements: bounds the extra memory of overlapping blocks
 GPU_GATHERED = 2**28  # and on a GPU, where launches count; not measured
 
-# what queries see in one place (N, n, H, D), and the log-sum-exp of their logits there (N, n, H)
+# what queries see in one place (N, H, n, D), and the log-sum-exp of their logits there (N, H, n)
 Part = tuple[Tensor, Tensor]
 
 
@@ -42,12 +42,12 @@ def look(
     out, lse = attention_lse(q, k.flatten(0, 1), v.flatten(0, 1), mask, scale, dropout)
     if n == 1:
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
-    out, lse = (x.unflatten(0, (-1, kv_heads)).flatten(1, 2).transpose(1, 2) for x in (out, lse))
-    return out, lse.masked_fill(nothing, float("-inf"))
+    out, lse = (x.unflatten(0, (-1, kv_heads)).flatten(1, 2) for x in (out, lse))
+    return out, lse.masked_fill(nothing.mT, float("-inf"))
 
 
 def join(*parts: Part) -> Tensor:
-    """What one softmax over all places gives ``(N, n, H, D)``; in the first one a query always sees something.
+    """What one softmax over all places gives ``(N, H, n, D)``; in the first one a query always sees something.
 
     Two places with logits (0, 0) and (0): every key weighs a third, so the shares of the places are 2/3 and 1/3.
 
@@ -92,7 +92,7 @@ def look_in_blocks(
         causal: whether ``sight`` hides from a query nothing but the keys behind its own, the last ``size`` of all.
 
     Returns:
-        Both for ``(B, F, H)``.
+        Both for ``(B, H, F)``.
     """
     length, extra = q.shape[2], -q.shape[2] % size
     q = pad(q, (0, 0, 0, extra)).unflatten(2, (-1, size)).transpose(1, 2)  # (B, blocks, H, size, D)
@@ -109,8 +109,8 @@ def look_in_blocks(
         if held is not None:
             mask = (sight & held.unsqueeze(2)).expand(len(q), -1, -1, -1).flatten(0, 1)
         part = look(q[:, blocks.start : blocks.stop].flatten(0, 1), keys, values, mask, scale, dropout, causal)
-        parts.append([x.unflatten(0, (-1, len(blocks))).flatten(1, 2) for x in part])
-    out, lse = (torch.cat(x, 1)[:, :length] for x in zip(*parts, strict=True))
+        parts.append([x.unflatten(0, (-1, len(blocks))).transpose(1, 2).flatten(2, 3) for x in part])
+    out, lse = (torch.cat(x, 2)[:, :, :length] for x in zip(*parts, strict=True))
     return out, lse
 
 

@@ -1,26 +1,52 @@
 """The model's body: it builds the memories, and plans each forward pass for all layers."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
+from functools import wraps
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.utils import logging
 
-from .cache import MemoryCacheLayer, adopt
+from .cache import MemoryCache, SequenceState
 from .config import MemoryConfig, check_base, native_window
 from .errors import RetrofitError
 from .kinds import build_memory
 from .memory import Memory
-from .padding import Starts, find_starts
 from .pretrained import MemoryPreTrained
 from .rotary import Turn, longest_input
-from .step import Pass
+from .sequence import Pass, find_starts
 
 logger = logging.get_logger(__name__)
+
+# of models by their id, since what a model holds is copied with it
+_off: ContextVar[frozenset[int]] = ContextVar("off", default=frozenset())  # in this thread or task
+_calls: Counter[int] = Counter()  # that are running, in any thread
+_lock = Lock()  # of these counts
+
+
+def _counted(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward``, known to be running while it does; a compiler sees nothing of it."""
+
+    @wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        with _lock:
+            _calls[id(self)] += 1
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            with _lock:
+                _calls[id(self)] -= 1
+
+    return call
 
 
 class MemoryModel(MemoryPreTrained):
@@ -30,7 +56,7 @@ class MemoryModel(MemoryPreTrained):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.memory_enabled = True
+        self.switched_on, self.blocks_off = True, 0
         if config.memory is None:
             raise RetrofitError(
                 "this configuration has no memory: make the model with retrofit.patch(base, memory=..., window=...)"
@@ -52,6 +78,19 @@ class MemoryModel(MemoryPreTrained):
         return {index: memory for index, memory in found if memory is not None}
 
     @property
+    def memory_enabled(self) -> bool:
+        """Whether a call has the memory: :meth:`memory_off` takes it from those of its own thread or task.
+
+        A compiler cannot ask whose call it is: what is compiled has none while any thread is in such a block.
+        """
+        off = self.blocks_off > 0 if torch.compiler.is_compiling() else id(self) in _off.get()
+        return self.switched_on and not off
+
+    @memory_enabled.setter
+    def memory_enabled(self, on: bool) -> None:
+        self.switched_on = on
+
+    @property
     def compiles(self) -> bool:
         """Whether a step of plain decoding depends on no number but those on the device."""
         memories = self.memories()
@@ -63,7 +102,7 @@ class MemoryModel(MemoryPreTrained):
 
         Raises:
             RetrofitError: a value out of range, more than the base's own sliding window, or another W for a model whose
-                layers have windows of their own.
+                layers have windows of their own; a call of this model is running.
         """
         before = MemoryConfig.from_dict(self.config.memory)
         changed = replace(before, window=window, sinks=before.sinks if sinks is None else sinks)
@@ -77,19 +116,29 @@ class MemoryModel(MemoryPreTrained):
         pairs = [(memory, new) for index, memory in self.memories().items() if (new := each[index]) is not None]
         for memory, new in pairs:
             memory.check_window(new.window, new.sinks)
-        for memory, new in pairs:
-            memory.window, memory.sinks = new.window, new.sinks
+        with _lock:
+            if _calls[id(self)]:
+                raise RetrofitError("another thread is in the middle of a call of this model: set the window after it")
+            for memory, new in pairs:
+                memory.window, memory.sinks = new.window, new.sinks
         self.config.memory = {**self.config.memory, "window": changed.window, "sinks": changed.sinks}
 
     @contextmanager
     def memory_off(self) -> Iterator[Any]:
-        """Inside the block the model is its base: full attention, bit for bit."""
-        before, self.memory_enabled = self.memory_enabled, False
+        """Inside the block the model is its base, full attention, bit for bit, in this thread or task alone."""
+        before = _off.set(_off.get() | {id(self)})
+        self._count_blocks(1)
         try:
             yield self
         finally:
-            self.memory_enabled = before
+            self._count_blocks(-1)
+            _off.reset(before)
 
+    def _count_blocks(self, more: int) -> None:
+        with _lock:
+            self.blocks_off += more
+
+    @_counted
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -101,27 +150,34 @@ class MemoryModel(MemoryPreTrained):
         **kwargs: Any,
     ) -> Any:
         """As the family's model; beyond S + W tokens no T x T mask is built, unless a full-attention layer needs it."""
-        memory_pass = None
-        memories = self.memories()
+        memory_pass, memories = None, self.memories()
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is not None and not torch.compiler.is_compiling():
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             warn_of_length(self.config, seen + tokens.shape[1])
+        cache: MemoryCache | None = None
         if not self.memory_enabled:
-            if any(getattr(layer, "is_memory_layer", False) and layer.seen for layer in _cache_layers(past_key_values)):
-                raise RetrofitError(
-                    "this cache was filled with the memory on and cannot be continued with it off: start a new cache"
-                )
+            if isinstance(past_key_values, MemoryCache):
+                if past_key_values.sequence.seen:
+                    raise RetrofitError(
+                        "this cache was filled with the memory on and cannot be continued with it off: start a new "
+                        "cache"
+                    )
+                past_key_values.layers = [DynamicLayer() for _ in past_key_values.layers]
         elif memories and tokens is not None:
-            memory_pass = self._plan(tokens, attention_mask, position_ids, past_key_values, memories, kwargs)
+            if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
+                past_key_values = DynamicCache(config=self.config)
+            cache = None if past_key_values is None else MemoryCache.adopt(past_key_values, memories)
+            memory_pass = self._plan(tokens, attention_mask, position_ids, cache, memories, kwargs)
             if memory_pass.evicting and len(memories) == len(self.layers):
                 # a 4D mask is passed through as it is: this one stands for "none needed"
                 attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
-            if memory_pass.full and position_ids is None:
-                position_ids = (memory_pass.slots(memory_pass.seen, 1) + memory_pass.offset)[:, None]
-        if memory_pass is not None:
+            if memory_pass.decoding and position_ids is None:
+                position_ids = memory_pass.positions(0, 1)
             kwargs["memory_pass"] = memory_pass
-        return super().forward(
+        if cache is not None and not torch.compiler.is_compiling():
+            cache.sequence.unfinished = True
+        out = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -130,6 +186,9 @@ class MemoryModel(MemoryPreTrained):
             use_cache=use_cache,
             **kwargs,
         )
+        if cache is not None and memory_pass is not None:
+            self._count(cache.sequence, memory_pass, memories)
+        return out
 
     def plan(self, tokens: Tensor, mask: Tensor | None = None) -> Pass:
         """A pass over ``tokens`` (B, n) without a cache, for calls of single layers; ``mask`` (B, n) as the model's."""
@@ -140,24 +199,23 @@ class MemoryModel(MemoryPreTrained):
         tokens: Tensor,
         mask: Any,
         position_ids: Tensor | None,
-        cache: Cache | None,
+        cache: MemoryCache | None,
         memories: dict[int, Memory],
         kwargs: dict[str, Any],
     ) -> Pass:
-        new, home, keeper = tokens.shape[1], tokens.device, next(iter(memories))
-        layers: list[MemoryCacheLayer] = []
-        if cache is not None:
-            layers = [adopt(cache, i, one.kind, one.window, one.sinks, one.options) for i, one in memories.items()]
-        if new == 1 and layers and layers[0].full and torch.compiler.is_compiling() and self.compiles:
+        new, home = tokens.shape[1], tokens.device
+        before = SequenceState() if cache is None else cache.sequence
+        if new == 1 and before.full and torch.compiler.is_compiling() and self.compiles:
             # the device counts; that nothing was seen is as good as any number, since only distances are used
-            assert layers[0].slot is not None
-            slot: Tensor | None = layers[0].slot.add_(1)
-            return Pass(0, 1, layers[0].starts, True, self.turn, home, home, keeper, slot, full=True)
-        seen, before, evicted_before = 0, Starts(), False
-        if layers:
-            # every layer: it asks the device what compiled steps have counted, before this pass counts on
-            seen, *_ = [layer.seen for layer in layers]
-            before, evicted_before = layers[0].starts, layers[0].evicting
+            assert before.index is not None
+            index = before.index + 1
+            return Pass(0, 1, before.starts, True, self.turn, home, home, decoding=True, index=index)
+        if before.unfinished:
+            raise RetrofitError(
+                "an earlier call with this cache ended in the middle, and some layers are ahead of others: start a new "
+                "cache"
+            )
+        seen = before.seen
         plain = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if "cu_seq_lens_q" in kwargs:
             raise RetrofitError(
@@ -168,40 +226,40 @@ class MemoryModel(MemoryPreTrained):
             raise RetrofitError(
                 "a memory cannot use a mask that says who sees whom: pass the plain 2D attention mask (batch, tokens)"
             )
-        starts = find_starts(before, seen, new, plain, position_ids)
+        starts = find_starts(before.starts, seen, new, plain, position_ids)
         limit = capacity + min(starts.pads)
         native = native_window(self.config)
         if native is not None and len(memories) < len(self.layers):
             limit = min(limit, native)  # the mask made for the other layers is no wider: our own attention from here
-        evicting = evicted_before or seen + new > limit
+        evicting = before.evicting or seen + new > limit
         if evicting and kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
             raise RetrofitError(
                 "attention weights exist up to window + sinks tokens only, where the base's own attention runs: leave "
                 "output_attentions out, or take the teacher's inside memory_off()"
             )
-        slot, full = None, False
-        if layers and evicting:
-            enough = max(memory.capacity for memory in memories.values()) + max(starts.pads)
-            full = evicted_before and new == 1 and seen >= enough
-            slot = count_slots(layers, seen + new, home)
-            layers[0].full = seen + new >= enough
-        return Pass(seen, new, starts, evicting, self.turn, home, home, keeper, slot, full)
+        if new == 1 and before.full:
+            assert before.index is not None
+            return Pass(seen, 1, starts, True, self.turn, home, home, decoding=True, index=before.index + 1)
+        return Pass(seen, new, starts, evicting, self.turn, home, home)
+
+    def _count(self, sequence: SequenceState, done: Pass, memories: dict[int, Memory]) -> None:
+        """Note in the cache that a pass is done."""
+        if done.decoding and sequence.index is not None:
+            sequence.index.add_(1)
+        if torch.compiler.is_compiling():
+            sequence.counted = True  # a number that changes would compile every step anew
+            return
+        sequence.unfinished = False
+        sequence.starts, sequence.evicting, sequence.seen = done.starts, done.evicting, done.seen + done.new
+        most = max(memory.capacity for memory in memories.values()) + max(done.starts.pads)
+        sequence.full = done.evicting and sequence.seen > most
+        if sequence.full and not done.decoding:
+            sequence.set_index(done.home)
 
     def turn(self, positions: Tensor) -> Turn:
         """The rotary tables at ``positions`` (1 or B, n), fractions allowed, in float32."""
         # an input in float32 asks for tables in float32
         return self.rotary_emb(torch.empty(0, dtype=torch.float32, device=positions.device), positions)
-
-
-def count_slots(layers: list[MemoryCacheLayer], total: int, device: torch.device) -> Tensor:
-    """The slot ``(1,)`` of the last of ``total`` tokens, where the layers of a cache share it."""
-    slot = layers[0].slot
-    if slot is None:
-        with torch.inference_mode(False):  # a later call may be outside it
-            slot = torch.empty(1, dtype=torch.long, device=device)
-        for layer in layers:
-            layer.slot = slot
-    return slot.fill_(total - 1)
 
 
 def warn_of_length(config: Any, length: int) -> None:
@@ -212,7 +270,3 @@ def warn_of_length(config: Any, length: int) -> None:
             f"the input is longer than the {longest} tokens that the base's positions were made for: results may get "
             "worse, with the memory and without; use a base made for longer inputs, or yarn scaling"
         )
-
-
-def _cache_layers(cache: Cache | None) -> list[Any]:
-    return [] if cache is None else cache.layers

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .precision import cast, wide
 
-UNIT_EPS = 1e-6  # inside the root of the l2 norm, as in the kernels of AHN's published models
+UNIT_EPS = 1e-6  # inside the root of the l2 norm, as in the kernels of the delta rules that AHN is published with
 NORM_EPS = 1e-5  # of the RMSNorm after the read
 
 
@@ -43,22 +43,24 @@ class LargeLinear(WideLinear):
 
 
 class HeadLinear(nn.Module):
-    """One square matrix per head, multiplied from the right: ``(B, n, H, D) -> (B, n, H, D)``."""
+    """One square matrix per head, multiplied from the right: ``(B, H, n, D) -> (B, H, n, D)``."""
 
     def __init__(self, heads: int, dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads, dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bnhi,hio->bnho", x, cast(self.weight, x.dtype))
+        return torch.einsum("bhni,hio->bhno", x, cast(self.weight, x.dtype))
 
 
 class ReadNorm(nn.Module):
-    """RMSNorm over the last dimension: one head (its weight shared by all), or all heads together."""
+    """RMSNorm of ``(.., H, D)`` over one head, its weight shared by all, or over all heads together."""
 
     def __init__(self, dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, cast(self.weight, x.dtype), NORM_EPS)
+        weight = cast(self.weight, x.dtype)
+        weight = weight if len(weight) == x.shape[-1] else weight.view(x.shape[-2:])
+        return F.rms_norm(x, weight.shape, weight, NORM_EPS)

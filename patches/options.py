@@ -32,7 +32,8 @@ class Options:
                 has = f"its options are {', '.join(known)}" if known else "it has no options"
                 raise RetrofitError(f"memory {kind!r} has no option {name!r}{nearest(name, known)}: {has}")
             if isinstance(value, int | float) and not abs(value) < 2**63:
-                raise RetrofitError(f"{name}={value!r}: give a smaller number")
+                wanted = "a smaller number" if abs(value) < float("inf") else "a finite number"
+                raise RetrofitError(f"{name}={value!r}: give {wanted}")
         return cls(**options)
 
 

@@ -15,13 +15,12 @@ from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
 from .kernels import gated_delta_rule, linear_attention
-from .memory import Joined, Kept
-from .modules import LargeLinear, unit
+from .memory import Joined, Kept, Pairs, PopulationOptions, Step, UngatedMemory
+from .modules import LargeLinear
 from .options import above_zero, true_or_false, whole_number
 from .precision import wide
-from .step import Step
-from .ungated_memory import Pairs, PopulationOptions, UngatedMemory
 
+UNIT_EPS = 1e-5  # beside the length of a key or query that is normalised, as in the authors' code
 LOGITS = 10.0  # lambda and eta stay between sigmoid(-10) and sigmoid(10)
 GATE = -2.0  # initial logit of the gate of a layer
 TIMESCALES = {"fast": (0.995, 0.05), "slow": (0.9995, 0.01)}  # initial decay and writing strength
@@ -39,8 +38,7 @@ TIMESCALES = {"fast": (0.995, 0.05), "slow": (0.9995, 0.01)}  # initial decay an
 
 
 def _linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    read, last = linear_attention(q, k, v, log_decay.mT, state, scale=1.0, in_place=True)
-    return read.transpose(1, 2), last
+    return linear_attention(q, k, v, log_decay, state, scale=1.0, in_place=True)
 
 
 def _outer(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
@@ -59,8 +57,7 @@ def _delta(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor,
     # the gated delta rule measures the error after the decay: the same with eta / lambda and lambda v
     decay = log_decay.exp()
     v, strength = v * decay.unsqueeze(-1), strength / decay
-    read, last = gated_delta_rule(q, k, v, strength.mT, log_decay.mT, state, scale=1.0, in_place=True)
-    return read.transpose(1, 2), last
+    return gated_delta_rule(q, k, v, strength, log_decay, state, scale=1.0, in_place=True)
 
 
 RULES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"outer": _outer, "delta": _delta, "wedge": _wedge}
@@ -206,8 +203,6 @@ class TensorCache(UngatedMemory):
         q = unit(q) if options.normalize_queries else q
         k = unit(k) if options.normalize_keys else k
         chosen, weights = self._route(q, k)
-        if pairs.written is not None:
-            chosen = chosen * pairs.written[:, None, None, None]
         slots = (-1, -1, options.slots, -1, -1, -1)
         rows = (
             q.unsqueeze(2).expand(slots),
@@ -244,9 +239,14 @@ class TensorCache(UngatedMemory):
         weights = q.new_zeros(*q.shape[:2], self.options.slots, *q.shape[2:4])
         return chosen.unsqueeze(3), weights.scatter(2, top.indices, top.values.softmax(2))
 
-    def join(self, local: Tensor, read: Tensor) -> Joined:
-        added = self.W_tc(read.flatten(2))
-        return local, (added * self.gate.to(added.dtype).sigmoid()).to(local.dtype)
+    def join(self, near: Tensor, read: Tensor) -> Joined:
+        added = self.W_tc(read.transpose(1, 2).flatten(2))
+        return near, (added * self.gate.to(added.dtype).sigmoid()).to(near.dtype)
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x`` scaled to length 1 along its last dimension as the authors do it, which is not as AHN's do."""
+    return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + UNIT_EPS)
 
 
 def _folded(state: Tensor | None) -> Tensor | None:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from .errors import one_of
 from .eviction import Eviction, EvictionOptions
+from .memory import Step
 from .options import true_or_false
 from .rotary import rotate, unrotate
-from .step import Step
 
 LONGEST = 10  # tokens; a longer gap between kept tokens is squeezed (section 7.2)
 
@@ -58,7 +58,7 @@ class Tova(Eviction):
     def plain(self, x: Tensor, step: Step, start: int) -> Tensor:
         if not self.replaces:
             return x
-        cos, sin = step.now.turn_of_slots(start, x.shape[2])
+        cos, sin = step.now.tables(start, x.shape[2], torch.float32)
         return unrotate(x.to(cos.dtype), cos, sin).to(x.dtype)
 
     def turned(self, q: Tensor, k: Tensor, position: Tensor, step: Step) -> tuple[Tensor, Tensor]:

@@ -35,16 +35,14 @@ def flex_window(
     window: int,
     start: int,
     scale: float,
-    pad: Tensor | None,
     lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """As ``window_attention`` of kernels.py, without dropout."""
-    nothing = max(window - start, 0)  # places before slot 0
-    keys, values = (torch.cat([s, x[:, nothing:]], 1) for s, x in ((sink_k, k), (sink_v, v)))
-    mask = plan(q.shape[1], keys.shape[1], sink_k.shape[1], window, start, pad, str(q.device))
-    rows = (x.transpose(1, 2) for x in (q, keys, values))
-    out, sums = attend()(*rows, block_mask=mask, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2), sums.transpose(1, 2) if lse else None
+    nothing = max(window - start, 0)  # places before token 0
+    keys, values = (torch.cat([s, x[:, :, nothing:]], 2) for s, x in ((sink_k, k), (sink_v, v)))
+    mask = make_block_mask(q.shape[2], keys.shape[2], sink_k.shape[2], window, start, str(q.device))
+    out, sums = attend()(q, keys, values, block_mask=mask, scale=scale, enable_gqa=True)
+    return out, sums if lse else None
 
 
 @cache
@@ -63,46 +61,31 @@ def attend() -> Callable[..., Any]:
     return with_lse
 
 
-def plan(n: int, length: int, sinks: int, window: int, start: int, pad: Tensor | None, device: str) -> Any:
-    """Which blocks of the ``length`` keys, sinks first, the ``n`` queries see; without padding the same for all layers.
-
-    The keys behind the sinks end with the slot of the last query.
-    """
-    if pad is None:
-        return _shared(n, length, sinks, window, start, device)
-    return _blocks(n, length, sinks, window, start, pad, device)
-
-
 @lru_cache(maxsize=8)
-def _shared(n: int, length: int, sinks: int, window: int, start: int, device: str) -> Any:
-    with torch.inference_mode(False):  # a later call may want a gradient
-        return _blocks(n, length, sinks, window, start, None, device)
+def make_block_mask(n: int, length: int, sinks: int, window: int, start: int, device: str) -> Any:
+    """Which blocks of the ``length`` keys, sinks first, the ``n`` queries see; the same for all layers.
 
-
-def _blocks(n: int, length: int, sinks: int, window: int, start: int, pad: Tensor | None, device: str) -> Any:
+    The keys behind the sinks end with the last query's own.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    edge = torch.zeros(1, dtype=torch.long, device=device) if pad is None else pad
-    behind = start + n - length  # slot of a key behind the sinks, less its index
+    behind = start + n - length  # index of a key behind the sinks, less its place
 
-    def sees(b: Tensor, h: Tensor, index: Tensor, key: Tensor) -> Tensor:
-        t, j, first = start + index, behind + key, edge[b * (len(edge) > 1)]
-        near = (j <= t) & (t - j < window) & (j >= first) | (j == t)  # padding sees itself
-        return torch.where(key < sinks, first + key <= t - window, near)
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        t, j = start + query, behind + key
+        return torch.where(key < sinks, key <= t - window, (j <= t) & (t - j < window))
 
-    # the first and last query of each block of queries, the first and last key of each block of keys
-    rows, columns = (torch.arange(0, size, BLOCK, device=device) for size in (n, length))
-    early, late = start + rows[:, None], start + (rows + BLOCK).clamp(max=n)[:, None] - 1
-    low, high = behind + columns, behind + (columns + BLOCK).clamp(max=length) - 1
-    far = (columns < sinks) & (late >= window + columns)
-    some = (columns + BLOCK > sinks) & (low <= late) & (high > early - window) | far
-    full = (columns >= sinks) & (high <= early) & (low > late - window)
-    if pad is not None:
-        full = torch.zeros_like(full)
-    (count, order), (full_count, full_order) = (
-        (seen.sum(-1).int()[None, None], seen.int().argsort(dim=-1, descending=True, stable=True).int()[None, None])
-        for seen in (some & ~full, full)
-    )
-    return BlockMask.from_kv_blocks(
-        count, order, full_count, full_order, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(n, length)
-    )
+    with torch.inference_mode(False):  # a later call may want a gradient
+        # the first and last query of each block of queries, the first and last key of each block of keys
+        rows, columns = (torch.arange(0, size, BLOCK, device=device) for size in (n, length))
+        early, late = start + rows[:, None], start + (rows + BLOCK).clamp(max=n)[:, None] - 1
+        low, high = behind + columns, behind + (columns + BLOCK).clamp(max=length) - 1
+        far = (columns < sinks) & (late >= window + columns)
+        some = (columns + BLOCK > sinks) & (low <= late) & (high > early - window) | far
+        full = (columns >= sinks) & (high <= early) & (low > late - window)
+        (count, order), (full_count, full_order) = (
+            (seen.sum(-1).int()[None, None], seen.int().argsort(dim=-1, descending=True, stable=True).int()[None, None])
+            for seen in (some & ~full, full)
+        )
+        blocks = (count, order, full_count, full_order)
+        return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(n, length))

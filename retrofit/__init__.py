@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .adapter import load_adapter, save_adapter
     from .calibration import calibrate
     from .convert import convert_ahn
-    from .costs.held import cache_bytes, state_bytes
+    from .costs.held import cache_bytes, kept_bytes
     from .evaluation.scores import evaluate
     from .hub import push_adapter, push_folder
     from .patching import patch
@@ -36,7 +36,7 @@ _HOME = {
     "push_adapter": "retrofit.hub",
     "push_folder": "retrofit.hub",
     "save_adapter": "retrofit.adapter",
-    "state_bytes": "retrofit.costs.held",
+    "kept_bytes": "retrofit.costs.held",
 }
 
 __all__ = ["RetrofitError", *_HOME]

@@ -1,24 +1,23 @@
 """Calibration: what a memory measures on a few thousand tokens of text, without gradients and before any training."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from patches.errors import RetrofitError
-from patches.padding import Starts
-from patches.step import Pass, Step
 
 from .evaluation.perplexity import read_sequences
-from .evaluation.scores import evaluate
+from .evaluation.scores import evaluate, evaluating
+from .families import is_retrofit
 from .loading import load_tokenizer
+from .observer import LayerCall, watch_layers
 from .shares import TEXT, Needs, between
 
-TEXTS, LENGTH = 8, 1024  # rows and tokens of a row that are read of a user's text, where the window is short
+TOKENS, LENGTH = 8192, 1024  # that are read of a user's text; of a row, where the window is short
 LONGEST = 4096  # tokens of a row, however long the window is
-Watch = Callable[[int, Any, Step, Tensor], None]
 PARTS = (1.0, 0.5, 0.0)  # of the way from the rows that were set, and from even ones, to those by need
 ROUNDS = 2  # first what the queries are like, then how the keys stand to them
 
@@ -37,31 +36,49 @@ def calibrate(model: Any, texts: Iterable[Tensor]) -> None:
             kinds of text that the model will meet are enough. For ``joint`` let a text be twice as long as S + W.
 
     Raises:
-        RetrofitError: the memory has nothing to calibrate, there is no text, or layers differ in ``shares``.
+        RetrofitError: not a patched model, or its memory has nothing to calibrate; no text, or one that is no token ids
+            of this model; layers differ in ``shares``.
     """
-    body, texts = model.get_decoder(), list(texts)
+    if not is_retrofit(model):
+        raise RetrofitError(f"{type(model).__name__} has no memory to calibrate: give what retrofit.patch returned")
+    texts = _checked(texts, model.config.vocab_size)
+    body = model.get_decoder()
     memories = [memory for memory in body.memories().values() if memory.calibrates]
     if not memories:
         raise RetrofitError("this model's memory has nothing to calibrate: fit it with `retrofit distill`")
-    if not texts:
-        raise RetrofitError("calibration needs texts to read: give one at least")
     (shares, *others) = {getattr(memory.options, "shares", "even") for memory in memories}
     if others:
         raise RetrofitError("shares divides the rows of all layers: set it for all of them, not in by_layer")
     needs = _needs(body, texts) if shares == "need" else None
     for again in range(ROUNDS):
-        _read(model, texts, partial(_observe, bool(again)))
+        _read(model, texts, partial(_observe, body, bool(again)))
         for memory in memories:
             memory.settle()
     if needs is not None:
-        _read(model, texts, needs.add)
+        _read(model, texts, partial(needs.add, body))
         _share(model, needs, texts)
+
+
+def _checked(texts: Any, vocabulary: int) -> list[Tensor]:
+    """``texts`` as they are, if each is token ids ``(B, T)`` below ``vocabulary``."""
+    texts = list(texts) if isinstance(texts, Iterable) else []
+    if not texts:
+        raise RetrofitError("calibration needs texts to read: give one at least")
+    for ids in texts:
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+            what = (
+                f"a {type(ids).__name__}" if not isinstance(ids, Tensor) else f"{ids.dtype} of shape {tuple(ids.shape)}"
+            )
+            raise RetrofitError(f"calibration reads token ids (B, T), not {what}: let the base's tokenizer make them")
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise RetrofitError(f"the model has embeddings for ids 0 to {vocabulary - 1}: use its own tokenizer")
+    return texts
 
 
 def measure_needs(model: Any, texts: list[Tensor]) -> Needs:
     """What each key/value head of a calibrated model loses with so many rows; see :class:`retrofit.shares.Needs`."""
     needs = _needs(model.get_decoder(), texts)
-    _read(model, texts, needs.add)
+    _read(model, texts, partial(needs.add, model.get_decoder()))
     return needs
 
 
@@ -92,27 +109,13 @@ def _needs(body: Any, texts: list[Tensor]) -> Needs:
     return Needs(chosen, min(ids.shape[1] for ids in texts))
 
 
-def _read(model: Any, texts: list[Tensor], watch: Watch) -> None:
-    """Let the teacher read, and show ``watch`` each layer that has something to calibrate: its index, its attention,
-    its step and the lengths ``(B, T)`` of the vectors that it is given."""
-    body, hooks = model.get_decoder(), []
-    lengths: dict[str, Tensor] = {}
-
-    def measure(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        lengths["x"] = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).norm(dim=-1)
-
-    for index, layer in enumerate(body.layers):
-        attention = layer.self_attn
-        if getattr(getattr(attention, "memory", None), "calibrates", False):
-            hooks.append(layer.register_forward_pre_hook(measure, with_kwargs=True))
-            hooks.append(attention.register_forward_pre_hook(_watching(body, index, lengths, watch), with_kwargs=True))
-    try:
-        with torch.no_grad(), model.memory_off():
-            for ids in texts:
-                body(input_ids=ids.to(model.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _read(model: Any, texts: list[Tensor], look: Callable[[LayerCall], None]) -> None:
+    """Let the teacher read, and show ``look`` each layer that has something to calibrate."""
+    body = model.get_decoder()
+    layers = [index for index, memory in body.memories().items() if memory.calibrates]
+    with torch.no_grad(), evaluating(model), model.memory_off(), watch_layers(body, layers, look):
+        for ids in texts:
+            body(input_ids=ids.to(model.device), use_cache=False)
 
 
 def row_length(model: Any) -> int:
@@ -126,10 +129,10 @@ def row_length(model: Any) -> int:
 
 
 def read_texts(source: str, base: str, length: int = LENGTH) -> list[Tensor]:
-    """Rows (1, T) of token ids, ``TEXTS * LENGTH`` in all, spread evenly over ``source`` (a text file or a folder).
+    """Rows (1, T) of token ids, ``TOKENS`` in all, spread evenly over ``source``.
 
     Args:
-        source: what to read.
+        source: anything :func:`retrofit.texts.sources.open_source` opens.
         base: whose tokenizer reads it.
         length: T, where a text has so many tokens; ``LONGEST`` at most. If none has, T is ``LENGTH``.
 
@@ -143,24 +146,17 @@ def read_texts(source: str, base: str, length: int = LENGTH) -> list[Tensor]:
         if length <= LENGTH:
             raise
         rows = read_sequences(source, tokenizer, length=LENGTH)
-    count = -(-TEXTS * LENGTH // rows.shape[1])
-    return list(rows[:: -(-len(rows) // count)].split(1))
+    return [rows[index : index + 1] for index in spread([rows.shape[1]] * len(rows))]
 
 
-def _observe(again: bool, index: int, attention: Any, step: Step, lengths: Tensor) -> None:
-    attention.memory.observe(step, again)
+def spread(lengths: Sequence[int]) -> list[int]:
+    """Indices of rows of these ``lengths``, evenly spread, that hold ``TOKENS`` tokens; all if they hold fewer."""
+    for count in range(1, len(lengths)):
+        chosen = [number * len(lengths) // count for number in range(count)]
+        if sum(lengths[index] for index in chosen) >= TOKENS:
+            return chosen
+    return list(range(len(lengths)))
 
 
-def _watching(
-    body: Any, index: int, lengths: dict[str, Tensor], watch: Watch
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    """What is done before an attention attends to a text: ``watch`` is shown its step, queries and keys unrotated."""
-
-    def hook(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        now = Pass(0, x.shape[1], Starts(), False, body.turn, x.device, x.device)
-        now = now if attention.use_rope else now.still()
-        q, k, v = attention.plain_heads(x)
-        watch(index, attention, Step(now, x, q, k, v, layer=None, scale=attention.scaling), lengths["x"])
-
-    return hook
+def _observe(body: Any, again: bool, call: LayerCall) -> None:
+    call.attention.memory.observe(call.step(body), again)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import DynamicCache, set_seed
+from transformers import DynamicCache
 
 from patches.errors import RetrofitError
 
@@ -70,7 +70,7 @@ class Chat:
         self.messages: list[dict[str, str]] = []
         self.cache = DynamicCache(config=model.config)
         self.cached = torch.empty(1, 0, dtype=torch.long, device=model.device)  # the tokens that are in the cache
-        set_seed(seed)
+        torch.manual_seed(seed)
 
     def say(self, text: str, stream: bool = False) -> str:
         """One turn: the reply to ``text``, printed as it comes if ``stream``.

@@ -20,6 +20,7 @@ from retrofit.options import (
     Sinks,
     Verbs,
     Window,
+    loading,
     of_recipe,
     pairs,
 )
@@ -49,7 +50,7 @@ def patch(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Export BASE with an untrained memory.
+    """Export BASE with a memory that is not trained; --data calibrates it.
 
     The export is a custom architecture with the weights and the tokenizer of BASE.
     """
@@ -58,6 +59,7 @@ def patch(
     if recipe is not None:
         given = of_recipe(ctx, recipe)
         memory = given["memory"]
+    loading(base)
     from patches.kinds import find_kind
 
     kind = find_kind(memory)
@@ -89,6 +91,7 @@ def merge(
     overwrite: Overwrite = False,
 ) -> None:
     """Export BASE and ADAPTER as one model."""
+    loading(base)
     _export(lambda: retrofit.load_adapter(base, adapter), [base, adapter], output, overwrite)
 
 
@@ -105,9 +108,10 @@ def convert(
 
     By default, W and S are those of AHN's evaluation beyond 32k tokens.
     """
-    from retrofit.files import check_output
+    from retrofit.files import check_replaced
 
-    check_output(output, overwrite, inputs=[base, ahn])
+    check_replaced(output, overwrite, inputs=[base, ahn])
+    loading(base)
     model = retrofit.convert_ahn(base, ahn, window, sinks)
     retrofit.save_adapter(model, output, overwrite)
     added = sum(parameter.numel() for _, parameter in model.memory_parameters())
@@ -139,6 +143,7 @@ def generate(
     """
     if prompt is None and not chat:
         raise typer.BadParameter("give --prompt TEXT to continue a text, or --chat to talk")
+    loading(model)
     from retrofit.generation import generate_text, load_for_generation
 
     loaded, tokenizer = load_for_generation(model, adapter)
@@ -174,6 +179,7 @@ def push(
 
     Its card goes with it. The command uses the token of `hf auth login` or HF_TOKEN.
     """
+    loading(path)
     typer.echo(retrofit.push_folder(path, repo_id, private=private or None, revision=revision, message=message))
 
 
@@ -183,6 +189,7 @@ def doctor(json_file: Json = None) -> None:
 
     It also shows which kernel runs each memory. It ends with status 1 if something is broken.
     """
+    loading("what is installed")
     try:
         from retrofit.doctor import BAD, COLUMNS, examine, rows
         from retrofit.table import print_table, write_rows
@@ -209,10 +216,10 @@ def _export(
     The base's tokenizer goes with it, if there is one.
     """
     from retrofit.export import export_model
-    from retrofit.files import check_output
+    from retrofit.files import check_replaced
     from retrofit.loading import load_tokenizer
 
-    check_output(output, overwrite, inputs, data=data)
+    check_replaced(output, overwrite, inputs=inputs, data=data)
     model = build()
     try:
         tokenizer = load_tokenizer(inputs[0])

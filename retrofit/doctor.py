@@ -220,7 +220,7 @@ class _Calls:
         for module, names in self.names.items():
             if module.startswith("fla.ops"):
                 return f"fla: {names[0]}"
-        if "patches.kvm_triton" in self.names:
+        if "merge_by_triton" in self.names.get("patches.kvm_merge", []):
             return "triton: merge"
         forms = [name for name in self.names.get("patches.scan", []) if name.endswith(("_chunks", "_steps"))]
         return f"torch: {forms[0] if forms else own.rpartition('.')[2]}"

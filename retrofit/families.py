@@ -64,3 +64,15 @@ def find_family(config: Any) -> Family:
 def is_retrofit(model: Any) -> bool:
     """Whether ``model`` is a patched causal LM; by attribute: an export loaded with trust has classes of its own."""
     return hasattr(model, "memory_parameters") and hasattr(model, "memory_off")
+
+
+def refuse_retrofit(config: Any, name: str) -> None:
+    """Refuse the configuration of an export where a base is wanted, whose memory would be left out.
+
+    Raises:
+        RetrofitError: it is one; ``name`` says what it was called.
+    """
+    memory = getattr(config, "memory", None)
+    if memory:
+        base = memory.get("base") or "that it was made from"
+        raise RetrofitError(f"{name} has a memory already, which would be lost: give the base {base}")

@@ -1,17 +1,26 @@
 """Writing without half-written results: everything goes to a temporary name first and is renamed when complete."""
 
+import errno
 import json
 import os
+import re
 import shutil
+import signal
+import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from safetensors import SafetensorError
 
 from patches.errors import RetrofitError
+
+# in every folder that we write: the names of its files, for only these are replaced
+NAMES = ".retrofit"
+OLD = "replaced"  # what was at the path, in the temporary folder
 
 
 def check_output(
@@ -34,7 +43,8 @@ def check_output(
     place = _writable(path, "folder")
     if Path.cwd().is_relative_to(path.resolve()) or path.is_mount():
         raise RetrofitError(f"{path} is the current folder, one above it or a mount point: choose a folder inside it")
-    if place == path and any(path.iterdir()) and not overwrite:
+    whole = path.resolve()
+    if place == path and not overwrite and any(one != _lock_of(whole) for one in whole.iterdir()):
         raise RetrofitError(
             f"{path} already holds something: choose another folder or pass --overwrite (overwrite=True)"
         )
@@ -46,6 +56,38 @@ def check_output(
         if read.is_dir() and path.resolve().is_relative_to(read.resolve()):
             raise RetrofitError(f"{path} lies in {read}, which is an input: choose another output folder")
     return path
+
+
+def check_replaced(path: str | Path, overwrite: bool = False, **read: Iterable[str | Path]) -> Path:
+    """Return ``path`` if a folder may take its place, with all that lies there.
+
+    Raises:
+        RetrofitError: as :func:`check_output`, which takes ``read``, or a file lies there that we did not write.
+    """
+    path = check_output(path, overwrite, **read)
+    check_ours(path)
+    return path
+
+
+def check_ours(path: Path) -> None:
+    """Refuse to remove a folder that holds more than we wrote there.
+
+    Raises:
+        RetrofitError: it does; the sentence names one such file.
+    """
+    try:
+        names = {NAMES, *(path / NAMES).read_text(encoding="utf-8").split("\n")}
+    except (OSError, ValueError):
+        names = set()
+    if others := sorted(_names(path) - names):
+        raise RetrofitError(
+            f"{path} holds {others[0]}, which Retrofit did not write there: move it away, or choose another folder"
+        )
+
+
+def _names(folder: Path) -> set[str]:
+    """Of all that lies in a folder and the folders in it, these left out."""
+    return {str(at.relative_to(folder)) for at in folder.rglob("*") if at.is_symlink() or not at.is_dir()}
 
 
 def check_file(path: str | Path, inputs: Iterable[str | Path | None] = ()) -> None:
@@ -112,18 +154,109 @@ def _exists(path: Path) -> bool:
 
 
 @contextmanager
+def only_writer(path: str | Path) -> Iterator[None]:
+    """Keep other processes from writing to the folder ``path`` inside the block.
+
+    The system frees the lock of a process that dies. A file system without locks keeps nobody out.
+
+    Raises:
+        RetrofitError: another process is writing there, or nobody can.
+    """
+    path = check_output(path, overwrite=True).resolve()
+    with no_empty_folders(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock_of(path)
+        with lock.open("w") as file:
+            if not _locked(file):
+                raise RetrofitError(f"another process is writing to {path}: wait for it, or choose another folder")
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+
+
+def _lock_of(path: Path) -> Path:
+    """The file that a process locks while it writes to ``path``: beside it or, where nothing can be written, in it."""
+    return (path.parent if os.access(path.parent, os.W_OK) else path) / f".{path.name}-lock"
+
+
+def _locked(file: TextIO) -> bool:
+    """Whether this process has the lock of ``file`` now, or nobody can have it."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return os.fstat(file.fileno()).st_nlink > 0  # who had it until now removes the file
+
+
+@contextmanager
 def write_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """Give a temporary folder beside ``path`` that takes its place when the block ends without an error.
 
     Raises:
-        RetrofitError: as :func:`check_output`.
+        RetrofitError: as :func:`check_replaced` and :func:`only_writer`.
     """
-    path = check_output(path, overwrite).resolve()  # a link is followed, not replaced
-    with no_empty_folders(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        with _taking_its_place(draft, path):
+    with ends_tidily(), only_writer(path):
+        path = Path(path).resolve()  # a link is followed, not replaced
+        tidy(path)
+        check_replaced(path, overwrite)
+        scratch = Path(tempfile.mkdtemp(NAMES, f".{path.name}.", path.parent))
+        try:
+            draft = scratch / path.name
+            draft.mkdir()
             yield draft
+            write_text(draft / NAMES, "\n".join(sorted(_names(draft))))
+            for made in (draft, *draft.rglob("*")):  # safetensors writes weights for their owner alone
+                made.chmod(_mode(made))
+            if path.exists():
+                os.replace(path, scratch / OLD)
+            os.replace(draft, path)
+        except SafetensorError as error:  # what its writer raises where another would raise OSError: a full disk, say
+            said = str(error).replace(str(draft), str(path))
+            raise RetrofitError(f"{path} could not be written and nothing was kept: {said}") from error
+        except OSError as error:
+            if error.filename:
+                error.filename = str(error.filename).replace(str(draft), str(path))
+            raise
+        finally:
+            _remove(scratch, path)
+
+
+def tidy(path: Path) -> None:
+    """Remove what a process left that was killed while it wrote ``path``; for the :func:`only_writer` of a folder."""
+    left = re.compile(rf"\.{re.escape(path.name)}\.\w+{re.escape(NAMES)}")
+    for scratch in path.parent.iterdir():
+        if left.fullmatch(scratch.name):
+            _remove(scratch, path)
+
+
+def _remove(scratch: Path, path: Path) -> None:
+    """Remove a temporary folder; what was at ``path`` goes back there if nothing has taken its place."""
+    if (scratch / OLD).exists() and not path.exists():
+        os.replace(scratch / OLD, path)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def ends_tidily() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as an exception does, unless they were ignored or handled already."""
+
+    def leave(number: int, _: Any) -> None:
+        sys.exit(128 + number)
+
+    heard = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    ours = [one for one in heard if signal.getsignal(one) is signal.SIG_DFL]
+    for one in ours:
+        signal.signal(one, leave)
+    try:
+        yield
+    finally:
+        for one in ours:
+            signal.signal(one, signal.SIG_DFL)
 
 
 @contextmanager
@@ -137,26 +270,6 @@ def no_empty_folders(path: Path) -> Iterator[None]:
             with suppress(OSError):
                 place.rmdir()
         raise
-
-
-@contextmanager
-def _taking_its_place(draft: Path, path: Path) -> Iterator[None]:
-    """Rename ``draft`` to ``path`` after the block, remove it after an error."""
-    try:
-        yield
-        for made in (draft, *draft.rglob("*")):  # safetensors writes weights for their owner alone, as mkdtemp does
-            made.chmod(_mode(made))
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-            os.replace(path, old / path.name)
-            os.replace(draft, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(draft, path)
-    except SafetensorError as error:  # what its writer raises where another would raise OSError: the disk is full, say
-        raise RetrofitError(f"{path} could not be written and nothing was kept: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def read_text(path: str | Path) -> str:
@@ -182,7 +295,11 @@ def write_bytes(path: str | Path, content: bytes) -> None:
     """Write ``content`` to ``path`` in one step (temporary file, then rename)."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        error.filename = str(path)  # nobody asked for the temporary one
+        raise
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, TextStreamer, set_seed
+from transformers import Cache, TextStreamer
 
 from patches.errors import RetrofitError
 
@@ -48,7 +48,7 @@ def generate_text(
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
     if ids.shape[1] == 0:
         raise RetrofitError("the prompt is empty: give some text to continue")
-    set_seed(seed)
+    torch.manual_seed(seed)
     tokens = respond(model, tokenizer, ids, stream=stream, **sampling)
     return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 

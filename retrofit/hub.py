@@ -17,6 +17,7 @@ from .adapter import CONFIG, WEIGHTS, read_adapter_config, save_adapter
 from .card import adapter_card, card_metadata, complete_card, is_hub_id, model_card
 from .families import PREFIX
 from .hub_errors import TOKEN, first_line, reason, redact, transient
+from .loading import check_tokenizer, load_config, load_tokenizer
 
 CARD = "README.md"
 # what an exported model consists of; checkpoints, logs and notes that lie beside it stay where they are
@@ -51,12 +52,14 @@ def push_folder(
         The address of the commit.
 
     Raises:
-        RetrofitError: neither an adapter nor an export, a token in one of its files, or the Hub refused, with its
-            reason, or still failed after further tries.
+        RetrofitError: neither an adapter nor an export, a token in one of its files, a tokenizer that does not fit the
+            model, or the Hub refused, with its reason, or still failed after further tries.
     """
     folder = Path(path)
     kind, memory, names = _contents(folder)
     _refuse_tokens(folder, names, token)
+    if kind == "model" and any(name.startswith("tokenizer") for name in names):
+        check_tokenizer(load_tokenizer(str(folder)), load_config(str(folder)))
     api = HfApi(token=token)
     file = folder / CARD
     make = adapter_card if kind == "adapter" else model_card

@@ -2,26 +2,31 @@
 
 import os
 import sys
+import tempfile
 import timeit
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from patches.errors import RetrofitError
 from patches.pretrained import refuse_tensor_parallel
 
+from .card import is_hub_id
 from .families import FAMILIES, find_family
 from .gguf import locate, name_source, unquantised
-from .hub_errors import first_line
+from .hub_errors import first_line, transient
 from .untrusted import refuse_nan
 
 SAFELY = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
 MOST_LAYERS = 1000  # several times those of any published model
 WEIGHTS_PER_BYTE = 4  # of the densest quantisation
+SAMPLE = "\n Once  upon\ta time, 1,234 Straßen \u00a0漢字 don't 🙂."  # what tokenizers differ about
 SLOW = "note: this CPU computes faster in float32 than in bfloat16: choose dtype float32"
 
 
@@ -32,10 +37,14 @@ def load_config(path: str, **kwargs: Any) -> Any:
         RetrofitError: there is no such path or id, its ``config.json`` cannot be read, or the family is not supported.
     """
     where, gguf = locate(path)
-    if Path(where).is_file():
+    if os.path.lexists(where) and not Path(where).exists():
+        raise RetrofitError(f"{path} is a link that leads nowhere: give the checkpoint's folder")
+    if Path(where).exists() and not Path(where).is_dir():
         raise RetrofitError(f"{path} is a file: give the checkpoint's folder, a GGUF file, or a Hub id")
     if Path(where).is_dir() and not gguf and not (Path(where) / "config.json").is_file():
         raise RetrofitError(f"{str(path)!r} has no config.json and no GGUF file: give a checkpoint folder")
+    if not Path(where).exists():
+        _ask_once(where, kwargs)
     try:
         config = AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **gguf, **kwargs})
     except Exception as error:  # a damaged configuration can fail anywhere in transformers
@@ -48,6 +57,22 @@ def load_config(path: str, **kwargs: Any) -> Any:
             f"{path}: config.json asks for {config.num_hidden_layers} layers, which no model has: fetch it again"
         )
     return config
+
+
+def _ask_once(path: str, kwargs: dict[str, Any]) -> None:
+    """Refuse what neither the cache nor the Hub has: where nobody answers, transformers asks for half a minute."""
+    if not is_hub_id(path):
+        raise RetrofitError(f"there is no folder {path!r}, and it is not a Hub id (user/name) either")
+    revision, token = kwargs.get("revision"), kwargs.get("token")
+    if isinstance(try_to_load_from_cache(path, "config.json", kwargs.get("cache_dir"), revision), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "config.json", revision=revision), token=token)
+    except OfflineModeIsEnabled:
+        return  # transformers says so
+    except (HTTPError, OSError, ValueError) as error:
+        if transient(error):
+            raise RetrofitError(f"there is no folder {path!r}, and the Hub cannot be reached to look for it") from error
 
 
 def load_base(path: str, **kwargs: Any) -> PreTrainedModel:
@@ -132,6 +157,26 @@ def check_vocabulary(tokenizer: Any, config: Any) -> None:
         raise RetrofitError(
             f"the tokenizer has ids up to {largest}, the base has embeddings for {config.vocab_size} tokens: use the "
             "tokenizer that belongs to the base, or enlarge the base with resize_token_embeddings and save both"
+        )
+
+
+def check_tokenizer(tokenizer: Any, config: Any) -> None:
+    """Refuse a tokenizer that would not be itself in a folder with this configuration.
+
+    transformers chooses a class by both: what it loads from there may be another one, with other ids.
+
+    Raises:
+        RetrofitError: that is the case, or :func:`check_vocabulary` refuses it.
+    """
+    check_vocabulary(tokenizer, config)
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        loaded = load_tokenizer(scratch, config=config)
+    text = " ".join(list(tokenizer.get_vocab())[:1000]) + SAMPLE
+    if loaded.get_vocab() != tokenizer.get_vocab() or loaded(text)["input_ids"] != tokenizer(text)["input_ids"]:
+        raise RetrofitError(
+            f"this {type(tokenizer).__name__}, saved beside a {config.model_type!r} model, loads as a "
+            f"{type(loaded).__name__} with other ids: give the tokenizer that AutoTokenizer loads with the base"
         )
 
 

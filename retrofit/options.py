@@ -1,8 +1,8 @@
 """What the verbs of the command line share: options by name, flags made from settings, values as KEY=VALUE."""
 
-import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from types import GenericAlias
@@ -34,7 +34,7 @@ MemoryRecipe = Annotated[
     ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what Retrofit wrote there.")]
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write the table's rows to FILE.")
 ]
@@ -108,28 +108,27 @@ def flags(of: Any, leave: Container[str] = ()) -> Callable[[Callable[..., Any]],
 
 
 def pairs(flag: str, items: Iterable[str] | None, taken: Container[str] = ()) -> dict[str, Any]:
-    """``["a=1", "b=[0, 2]"]`` as a mapping; values are read as YAML, and 1e-2 as a number.
+    """``["a=1", "b=[0, 2]"]`` as a mapping; values are read as YAML.
 
     Args:
         taken: keys that are refused, since they have flags of their own.
 
     Raises:
-        BadParameter: no ``=``, no such value, or a key of ``taken``.
+        BadParameter: no ``=``, no such value, a key given twice, or one of ``taken``.
     """
     found: dict[str, Any] = {}
     for item in items or ():
         key, equals, text = item.partition("=")
         if not key or not equals:
             raise typer.BadParameter(f"{flag} {item}: write it as {flag} KEY=VALUE")
+        if key in found:
+            raise typer.BadParameter(f"{flag} {key} is given twice: leave one of them out")
         if key in taken:
             raise typer.BadParameter(f"{flag} {key}: that is not an option of a memory: leave it out")
         try:
             found[key] = parse_yaml(text, key)
         except RetrofitError:
             raise typer.BadParameter(f"{flag} {item}: {text!r} cannot be read as a value") from None
-        if isinstance(found[key], str):
-            with contextlib.suppress(ValueError):
-                found[key] = float(text)
     return found
 
 
@@ -147,6 +146,12 @@ def of_recipe(ctx: typer.Context, recipe: Path) -> dict[str, Any]:
                 f"--{name}: the recipe already describes the memory: leave the flag out, or edit {recipe}"
             )
     return read_memory(recipe)
+
+
+def loading(what: object) -> None:
+    """Say what is loaded, before torch and transformers are imported for it: that alone takes seconds."""
+    if "LOCAL_RANK" not in os.environ:  # one process of several: who started them has said so
+        typer.echo(f"loading {what}", err=True)
 
 
 def _flag(key: Setting) -> Any:

@@ -11,7 +11,7 @@ from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
 from patches.kinds import find_kind, new_memory
 
-from .families import find_family, is_retrofit
+from .families import find_family, is_retrofit, refuse_retrofit
 from .loading import load_base
 from .quantised_bases import METHODS, is_own_layer, shared
 
@@ -21,6 +21,7 @@ MOST = 10  # times the base's parameters: an adapter that asks for more was dama
 NOT_INHERITED = ("model_type", "architectures", "auto_map", "transformers_version", "memory", "_name_or_path")
 
 
+@torch.inference_mode(False)  # a memory made under it could never learn
 def patch(
     base: PreTrainedModel | str,
     memory: str,
@@ -39,8 +40,8 @@ def patch(
     flags, its logits.
 
     Args:
-        base: a causal LM of a supported family (or a patched one, whose base is then patched anew), or a checkpoint's
-            path or Hub id.
+        base: a causal LM of a supported family (or a patched one, whose base is then patched anew), or the path or Hub
+            id of a base.
         memory: kind of memory, see ``patches.kinds.KINDS``.
         window: tokens kept exactly, the current one included.
         sinks: first tokens of a sequence, kept exactly for ever.
@@ -56,13 +57,16 @@ def patch(
         gradients.
 
     Raises:
-        RetrofitError: an unsupported family or base, an unknown memory or option, a value out of range.
+        RetrofitError: an unsupported family or base, the path of an export, an unknown memory or option, a value out of
+            range.
     """
     find_kind(memory).read_options(options)  # before a base is loaded
     if not isinstance(base, PreTrainedModel):
         if not isinstance(base, str) and not hasattr(base, "__fspath__"):
             raise RetrofitError(f"the base must be a transformers model, a path or a Hub id, not {type(base).__name__}")
-        base = load_base(str(base), **(model_kwargs or {}))
+        path = str(base)
+        base = load_base(path, **(model_kwargs or {}))
+        refuse_retrofit(base.config, path)
     elif model_kwargs:
         raise RetrofitError("model_kwargs are for loading: pass them with a path or id, not with a loaded model")
     family = find_family(base.config)

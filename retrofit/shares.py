@@ -17,7 +17,8 @@ from patches.config import MemoryConfig
 from patches.errors import RetrofitError
 from patches.precision import wide
 from patches.rotary import rotate
-from patches.step import Step
+
+from .observer import LayerCall
 
 GRID = (0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)  # shares of what has left the window
 TEXT = 8  # a text must be so many windows long; else a narrower window stands for the model's, and its rows for more
@@ -47,19 +48,15 @@ class Needs:
             )
         self.losses = {index: torch.zeros(one.kv_heads, len(GRID)) for index, one in memories.items()}
 
-    def add(self, index: int, attention: Any, step: Step, lengths: Tensor) -> None:
-        """One layer's share of a text: ``step`` as :meth:`patches.expected.ExpectedAttention.observe` is given it.
-
-        Args:
-            lengths: of the residual stream's vectors that the layer was given ``(B, T)``.
-        """
+    def add(self, body: Any, call: LayerCall) -> None:
+        """Add one layer's share of a text."""
+        index, attention, step = call.index, call.attention, call.step(body)
         memory, window, n = attention.memory, self.windows[index], step.x.shape[1]
         dtype = wide(step.k.dtype)
-        turn = step.now.turn_of_slots(0, n)
-        q, k = (rotate(x.to(dtype), *(t.to(dtype) for t in turn)) for x in (step.q, step.k))
+        q, k = (rotate(x.to(dtype), *step.now.tables(0, n, dtype)) for x in (step.q, step.k))
         v, arrival = step.v.to(dtype), torch.arange(n, device=k.device)
         tilt = memory.options.tilt * memory.window / window
-        lengths = lengths.to(k.device, dtype)  # the layer before may be on another one
+        lengths = call.residual.norm(dim=-1).to(k.device, dtype)  # the layer before may be on another one
         scores = memory.score(step.k.to(dtype), step.v, step) + tilt * arrival
         queries = arrival[window + self.sinks :: EVERY]
         near = (queries[:, None] - arrival < window) | (arrival < self.sinks)

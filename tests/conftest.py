@@ -1,5 +1,6 @@
 """Fixtures every test may ask for: tiny random bases of all families, NaN in fresh tensors, reference data."""
 
+import copy
 import os
 import shutil
 import subprocess
@@ -101,6 +102,25 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<eos>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+@pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of ``datasets``, in a folder of this test's own."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(byte_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A token per byte, two that begin and end a turn, and a template that writes them."""
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    return tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,11 @@ def capacity(model: Any) -> int:
     return min(memory.capacity for memory in model.model.memories().values())
 
 
+def state_bytes(model: Any) -> int:
+    """Bytes of one sequence's state in the first layer that has a memory."""
+    return next(iter(model.model.memories().values())).state_bytes(model.dtype)
+
+
 def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
     """Random ids (rows, length), none of them special."""
     return torch.randint(3, 101, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -33,7 +33,7 @@ def refused(result: Result, *said: str) -> None:
     assert isinstance(result.exception, SystemExit)
     progress, error, sentence = result.stderr.partition("error: ")
     assert error, result.stderr
-    assert not progress or progress.startswith("reading "), result.stderr
+    assert not progress or progress.startswith(("loading ", "reading ")), result.stderr
     assert sentence.count("\n") == 1, result.stderr
     assert sentence.endswith("\n")
     for words in said:
@@ -84,6 +84,40 @@ def test_help_waits_for_no_heavy_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_imported_or_printed_that_a_verb_has_no_use_for(
+    byte_checkpoint: Path, adapter: Path, text: Path, tmp_path: Path
+) -> None:
+    """In one process, which writes a line to both streams after each verb."""
+    lines = [
+        ["patch", str(byte_checkpoint), "-o", "patched", "--window", "8"],
+        ["merge", str(byte_checkpoint), str(adapter), "-o", "merged"],
+        ["generate", "merged", "--prompt", "x", "--max-new-tokens", "2", "--temperature", "1"],
+        ["estimate", "patched", "--length", "64"],
+        ["eval", "merged", "--data", str(text), "--rows", "1"],
+    ]
+    code = (
+        "import sys\nfrom contextlib import suppress\nfrom cli import main\n"
+        f"for line in {lines!r}:\n"
+        "    with suppress(SystemExit):\n        main(line)\n"
+        "    for stream in (sys.stdout, sys.stderr):\n        print('--', file=stream, flush=True)\n"
+        "    found = {'peft', 'bitsandbytes', 'deepspeed', 'datasets', 'lm_eval', 'vllm'} & sys.modules.keys()\n"
+        "    assert not found, (line, found)\n"
+    )
+    where = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=where)
+    assert done.returncode == 0, done.stderr
+    patched, merged, _, _, evaluated, rest = done.stdout.split("--\n")
+    assert patched.startswith("patched: RetrofitQwen2ForCausalLM, memory none")
+    assert merged.startswith("merged: RetrofitQwen2ForCausalLM, memory ahn-gdn")
+    assert patched.count("\n") == merged.count("\n") == 1
+    assert evaluated.startswith(("text", "KL", " "))
+    assert not rest
+    *said, evaluated, rest = done.stderr.split("--\n")
+    assert said == [f"loading {what}\n" for what in (byte_checkpoint, byte_checkpoint, "merged", "patched")]
+    assert [line.split()[0] for line in evaluated.splitlines()] == ["loading", "text", "only"]
+    assert not rest
 
 
 def test_no_verb_shows_the_help() -> None:
@@ -195,7 +229,7 @@ def test_patch_needs_no_tokenizer(out: Path, tmp_path: Path, make_base: Callable
     make_base("Qwen2").save_pretrained(tmp_path / "bare")
     result = run("patch", tmp_path / "bare", "-o", out, "--window", 8)
     assert result.exit_code == 0, result.output
-    assert result.stderr.startswith("note: exported without a tokenizer")
+    assert "\nnote: exported without a tokenizer" in result.stderr
     assert transformers.AutoModelForCausalLM.from_pretrained(out).config.memory["window"] == 8
 
 
@@ -266,6 +300,25 @@ def test_an_output_folder_that_is_taken(verb: str, byte_checkpoint: Path, text: 
     verbs = {"demo": ["demo", "-o", out], **verbs_on(byte_checkpoint, text, out, adapter)}
     refused(run(*verbs[verb]), str(out), "--overwrite")
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+    if verb != "distill":  # which adds to a folder, and removes from it what a run wrote
+        refused(run(*verbs[verb], "--overwrite"), "thesis.txt, which Retrofit did not write")
+        assert (out / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "in_a_run"),
+    [("checkpoint-500/weights.bin", False), ("metrics.json", False), ("model/a", False), ("model/a", True)],
+)
+def test_a_run_removes_only_what_a_run_wrote(
+    theirs: str, in_a_run: bool, byte_checkpoint: Path, text: Path, out: Path
+) -> None:
+    (out / theirs).parent.mkdir(parents=True)
+    (out / theirs).write_text("mine")
+    if in_a_run:
+        (out / "run.json").write_text("{}")
+    line = (*verbs_on(byte_checkpoint, text, out)["distill"], "--overwrite")
+    refused(run(*line), "did not write" if theirs == "model/a" else "was not written by")
+    assert (out / theirs).read_text() == "mine"
 
 
 @pytest.mark.parametrize("verb", ["distill", "patch", "merge"])
@@ -278,6 +331,21 @@ def test_the_output_never_replaces_the_base(
     arguments = verbs_on(base, text, base.parent if above else base, adapter)[verb]
     refused(run(*arguments, "--overwrite"), "which is an input")
     assert sorted(path.name for path in base.iterdir()) == before
+
+
+@pytest.mark.parametrize("verb", ["distill", "patch", "allocate"])
+def test_an_export_is_no_base(verb: str, byte_checkpoint: Path, text: Path, out: Path, tmp_path: Path) -> None:
+    """Its memory would be left out. Who has loaded it can have its base patched anew."""
+    export = tmp_path / "export"
+    retrofit.patch(str(byte_checkpoint), "joint", window=8, sinks=2).save_pretrained(export)
+    shutil.copy(byte_checkpoint / "tokenizer.json", export)
+    shutil.copy(byte_checkpoint / "tokenizer_config.json", export)
+    allocate = ["allocate", export, "--data", text, "--bytes", 9999, "--length", 20, "-o", out]
+    line = {"allocate": allocate, **verbs_on(export, text, out)}[verb]
+    refused(run(*line), f"{export} has a memory already, which would be lost: give the base {byte_checkpoint}")
+    assert not out.exists()
+    model = transformers.AutoModelForCausalLM.from_pretrained(export)
+    assert retrofit.patch(model, "none", window=8).config.memory["kind"] == "none"
 
 
 def test_the_output_never_replaces_the_adapter(byte_checkpoint: Path, adapter: Path) -> None:

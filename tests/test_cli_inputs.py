@@ -177,6 +177,8 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_named(desk: Path) -> None:
         ["distill", "grown", "--data", "corpus", *SMALL, "-o", "out"],
         ["eval", "grown", "--window", 8, "--data", "corpus/text.txt", "-o", "out"],
         ["generate", "grown", "--prompt", "<two>"],
+        ["patch", "grown", "--window", 8, "-o", "out"],
+        ["merge", "grown", "run/adapter", "-o", "out"],
     ):
         refused(run(*command), "the tokenizer has ids up to", "the base has embeddings for")
     assert not Path("out").exists()

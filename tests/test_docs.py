@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shutil
+import tomllib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -20,8 +21,6 @@ from typer.testing import CliRunner
 import retrofit
 from cli import app
 from distill.data.rows import PackedRows
-from distill.data.sources import open_source
-from distill.data.tokens import TokenRows, find_column
 from distill.lora import add_lora, save_lora
 from distill.recipe import Recipe
 from patches.kinds import KINDS
@@ -30,6 +29,9 @@ from retrofit.convert import published_name
 from retrofit.evaluation.run import run_evaluation
 from retrofit.evaluation.settings import Settings
 from retrofit.export import export_model
+from retrofit.families import FAMILIES
+from retrofit.texts.sources import open_source
+from retrofit.texts.tokens import TokenRows, find_column
 from tests.hub_server import HubServer
 from tests.pages import FENCE, NAMED, PAGES, ROOT, Command, anchors, blocks, commands, links, mentioned, text_of
 
@@ -380,3 +382,49 @@ def test_the_json_of_a_page_is_json() -> None:
         for block in blocks(page, "json"):
             for line in block.splitlines():
                 json.loads(line)
+
+
+# ---- what two pages say ----
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/memories/expected.md"])
+def test_shares_of_the_gap_are_those_of_their_own_page(page: str) -> None:
+    measured = text_of("docs/real-model.md").splitlines()
+    rows = re.findall(r"\| ([\d,]{6,}) \| \**(0\.\d{3})\b", text_of(page))
+    assert len(rows) > 8
+    for kept, closed in rows:
+        assert any(f" {kept} " in line and f"| {closed} |" in line for line in measured), (kept, closed)
+
+
+def test_the_memories_pages_have_the_figures_of_the_page_of_figures() -> None:
+    figures = text_of("docs/figures.md")
+    row = re.compile(r"^\| ([\w-]+) \| (\d\.\d+ \[.+?\]) \| (\S+ \[.+?\]) \| ([\d.]+) \|$", re.MULTILINE)
+    rows = {found for kind in KINDS if kind != "none" for found in row.findall(text_of(page_of(kind)))}
+    assert len(rows) > 8
+    for kind, recall, closed, prefill in rows:
+        assert re.search(rf"\| {kind} \| {re.escape(recall)} \| [\d.]+ \| {re.escape(closed)} \|", figures), kind
+        assert re.search(rf"\b{kind} {prefill}\b", figures), kind
+
+
+def test_the_figures_of_decoding_are_those_of_the_benchmarks() -> None:
+    header, _, ratios, *_ = text_of("docs/benchmarks.md").split("| full attention | none |")[1].splitlines()
+    names, values = ("full attention | none |" + header).strip("| ").split(" | "), ratios.strip("| ").split(" | ")
+    measured = dict(zip(names, values, strict=True))
+    (row,) = re.findall(
+        r"^\| `retrofit bench decode.*\| (full attention .+) \|$", text_of("docs/figures.md"), re.MULTILINE
+    )
+    told = dict(re.findall(r"(full attention|[\w-]+) (\d\.\d+)", row))
+    assert len(told) > 3
+    assert told.items() <= measured.items()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/what-does-not-work.md"])
+def test_a_page_that_lists_families_lists_all(page: str) -> None:
+    named = text_of(page).lower().replace("-", "_")
+    assert [family for family in FAMILIES if not re.search(rf"\b{family}\b", named.replace("qwen2/2.5", "qwen2"))] == []
+
+
+def test_the_system_is_the_one_that_the_readme_asks_for() -> None:
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    assert "You need Linux" in text_of("README.md")
+    assert [one for one in classifiers if one.startswith("Operating")] == ["Operating System :: POSIX :: Linux"]

@@ -34,7 +34,7 @@ def fading(tmp_path, monkeypatch):
 
 def test_the_example_runs(fading, capsys):
     exec(compile(EXAMPLE, str(PAGE), "exec"), {"__name__": "example"})
-    assert capsys.readouterr().out.startswith(f"{4 * 4 * 16 * 16} bytes")
+    assert capsys.readouterr().out.startswith(f"{4 * (4 * 16 * 16 + 4 * 8)} bytes")
 
 
 def test_the_example_learns_pads_and_refuses(fading, make_base):

@@ -13,6 +13,7 @@ from distill import dry_run
 from distill.recipe import load_recipe, shipped_recipes
 from patches.errors import RetrofitError
 from retrofit.costs import bases
+from tests.pages import text_of
 
 AHN = [f"qwen2.5-{size}-ahn-{kind}" for size in ("3b", "7b", "14b") for kind in ("mamba2", "dn", "gdn")]
 
@@ -62,6 +63,21 @@ def test_the_hours_it_names_are_those_of_the_dry_run(name: str) -> None:
     found = dry_run.hours(dry_run.plan(recipe), recipe, 989, 0.45)
     assert float(said[1]) == pytest.approx(found, abs=0.06)
     assert int(said[2]) == pytest.approx(32 * found, abs=1)
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if load_recipe(name).steps == 740])
+def test_the_commands_take_the_papers_rows_per_step(name: str) -> None:
+    recipe = load_recipe(name)
+    command = re.search(r"--nproc (\d+)(?: --gradient-accumulation-steps (\d+))? ", shipped_recipes()[name].read_text())
+    assert command, "no command for several GPUs"
+    assert int(command[1]) * recipe.batch_size * int(command[2] or recipe.gradient_accumulation_steps) == 128
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/many-gpus.md"])
+def test_the_share_that_is_trained_is_counted(page: str) -> None:
+    plan = dry_run.plan(load_recipe("qwen2.5-7b-ahn-gdn"))
+    share = f"{plan.trained / plan.base_parameters:.2%}".replace("%", " %")
+    assert f"{share} of the model for `ahn-gdn` on Qwen2.5-7B" in text_of(page)
 
 
 def test_the_nine_ahn_runs() -> None:

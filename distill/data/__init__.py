@@ -1,1 +1,1 @@
-"""What a run learns from: sources, tokens, conversations, rows, and what is held out of them."""
+"""What a run learns from: rows of tokens, and what is held out of them."""

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from torch.utils.data import Dataset
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from distill.data.chat import IGNORED
+from retrofit.texts.chat import IGNORED
 
 
 class Rows(Dataset):
@@ -74,8 +74,8 @@ class ChatRows(Rows):
     """Conversations of different lengths, each a row, labelled where the assistant speaks and -100 elsewhere."""
 
     def __init__(self, rows: Any, sizes: Sequence[int]) -> None:
-        """``rows``: of :class:`~distill.data.tokens.TokenRows`, of ``sizes`` tokens; a list, or a ``datasets.Dataset``
-        in numpy format."""
+        """``rows``: of :class:`~retrofit.texts.tokens.TokenRows`, of ``sizes`` tokens; a list, or a
+        ``datasets.Dataset`` in numpy format."""
         self.rows, self.sizes, self.places = rows, sizes, range(len(rows))
 
     def row(self, place: int) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ class DocumentRows(Rows):
     """Documents that are not packed, each cut into rows of ``seq_len`` tokens and a rest."""
 
     def __init__(self, documents: Sequence[Any], sizes: Sequence[int], seq_len: int) -> None:
-        """``documents``: of :class:`~distill.data.tokens.TokenRows`, of ``sizes`` tokens."""
+        """``documents``: of :class:`~retrofit.texts.tokens.TokenRows`, of ``sizes`` tokens."""
         self.documents = documents
         # the document, and where in it a row begins and ends
         self.places = [
@@ -199,7 +199,7 @@ class PaddingCollator:
 def longer_than(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     """``batch`` with (B, T > ``length``) tokens, padded on the right if it was shorter.
 
-    Up to S + W tokens a model does not use its memory, so the memory would get no gradient, and processes that reduce
+    Up to S + W tokens a layer does not use its memory, so the memory would get no gradient, and processes that reduce
     gradients (DDP, ZeRO) would wait for it for ever.
     """
     missing = length + 1 - batch["input_ids"].shape[1]

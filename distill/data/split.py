@@ -1,22 +1,24 @@
 """Data in, rows out: open a source, tokenise it once, keep a part held out. The one entry point is ``load_rows``."""
 
+import filecmp
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from distill.data.chat import IGNORED
 from distill.data.counts import Counts
 from distill.data.rows import ChatRows, DocumentRows, MixedRows, PackedRows, PaddingCollator, Rows
-from distill.data.sources import open_source
 from distill.data.streaming import Stream, StreamedRows
-from distill.data.tokens import TokenRows, find_column
 from patches.errors import RetrofitError
+from retrofit.texts.chat import IGNORED
+from retrofit.texts.sources import Source, open_source
+from retrofit.texts.tokens import TokenRows, find_column
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def load_rows(
     documents the last ones, of a stream the first rows.
 
     Args:
-        source: anything :func:`distill.data.sources.open_source` opens; ``name``, ``revision`` and ``split`` are its.
+        source: anything :func:`retrofit.texts.sources.open_source` opens; ``name``, ``revision`` and ``split`` are its.
         seq_len: tokens per packed row, and the most that are kept of a conversation.
         holdout: share of the tokens or conversations held out.
         eval_rows: rows held out of a stream, which has no known end to take a share of.
@@ -105,7 +107,8 @@ def load_rows(
         eval_data: a source that is held out as a whole, instead of a part of the others.
 
     Raises:
-        RetrofitError: the source cannot be read, holds a malformed record, or too little for both parts.
+        RetrofitError: the source cannot be read, holds a malformed record, or too little for both parts; what is to be
+            scored is trained on.
     """
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     collator = PaddingCollator(next(token for token in pads if token is not None))
@@ -122,11 +125,18 @@ def load_rows(
 
     share = 0.0 if eval_data else holdout
     found = read(source, share, name=name, revision=revision, split=split)
-    if mix:
-        others = [read(other, share) for other in mix]
-        found = _mixed([found, *others], [1.0, *mix.values()], collator)
+    others = mix or {}
+    parts = [found, *(read(other, share) for other in others)]
+    if others:
+        found = _mixed(parts, [1.0, *others.values()], collator)
     if eval_data:
         other = read(eval_data, 1.0)
+        by_name = [*others, *([source] if (name, revision, split) == (None, None, "train") else [])]
+        if eval_data in by_name or any(_alike(part.source.source, other.source.source) for part in parts):
+            raise RetrofitError(
+                f"eval_data: {eval_data} is trained on, too: give another text, or leave eval_data out, so that a part "
+                "of the data is held out"
+            )
         tokens = found.tokens | {"held_out": other.tokens["all"]}
         if not streaming:
             found = replace(found, counts=_sum([found.counts, other.counts]))
@@ -138,6 +148,13 @@ def load_rows(
             collator=found.collator or other.collator,
         )
     return found
+
+
+def _alike(one: Source, other: Source) -> bool:
+    """Whether two sources are one, or files with the same content."""
+    if Path(one.name).is_file() and Path(other.name).is_file():
+        return filecmp.cmp(one.name, other.name, shallow=False)
+    return one.identity == other.identity != ""
 
 
 def _kept(data: Any, min_length: int) -> tuple[np.ndarray, np.ndarray, Counts]:

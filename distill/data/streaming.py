@@ -10,8 +10,8 @@ from torch.utils.data import IterableDataset
 
 from distill.data.counts import Counts
 from distill.data.rows import chat_item, pack, text_item
-from distill.data.tokens import Row, TokenRows
 from patches.errors import RetrofitError
+from retrofit.texts.tokens import Row, TokenRows
 
 Item = dict[str, Tensor]
 

@@ -11,13 +11,13 @@ from rich.console import Console
 from distill.demo.run import HELD_OUT, LENGTH, SINKS, WINDOW, compare, fit, quiet_on_one_thread, teach
 from distill.demo.text import documents, generator
 from patches.kinds import KINDS
-from retrofit.files import check_output, write_folder, write_text
+from retrofit.files import check_replaced, write_folder, write_text
 from retrofit.table import markdown, print_table, write_rows
 
 SEEDS = 3
-FIRST = "ahn-gdn"  # whose state sets the window of equal memory
+FIRST = "ahn-gdn"  # whose bytes set the window of equal memory
 SPREAD = ("far_recall", "kl", "kl_gap_closed")  # told as mean, min and max
-FIGURES = (*SPREAD, "nll", "state_bytes", "seconds")
+FIGURES = (*SPREAD, "nll", "kept_bytes", "seconds")
 COLUMNS = {
     "name": ("", ""),
     "far_recall": ("far\nrecall", ".3f"),
@@ -28,13 +28,13 @@ COLUMNS = {
     "kl_gap_closed_min": ("min", ".0%"),
     "kl_gap_closed_max": ("max", ".0%"),
     "nll": ("NLL", ".2f"),
-    "state_bytes": ("state\nbytes", "d"),
+    "kept_bytes": ("bytes", "d"),
     "seconds": ("s", ".0f"),
 }
 PRINTED = (
     "name",
     *(f"{key}{end}" for key in ("far_recall", "kl_gap_closed") for end in ("", "_min", "_max")),
-    "state_bytes",
+    "kept_bytes",
 )
 
 
@@ -58,7 +58,7 @@ def run_all(
     Raises:
         RetrofitError: the output is taken, or a teacher did not learn.
     """
-    check_output(output, overwrite)
+    check_replaced(output, overwrite)
     began, console = time.perf_counter(), Console()
     kinds = [FIRST, *(kind for kind in KINDS if kind not in (FIRST, "none"))]
     seeds = range(seed, seed + SEEDS)
@@ -96,7 +96,7 @@ def _summary(parts: Sequence[dict[str, Any]], seeds: list[int]) -> dict[str, Any
     row: dict[str, Any] = {"name": parts[0]["name"], "seeds": seeds}
     for key in FIGURES:
         values = [part[key] for part in parts]
-        row[key] = values[0] if key == "state_bytes" else sum(values) / len(values)
+        row[key] = values[0] if key == "kept_bytes" else sum(values) / len(values)
         if key in SPREAD:
             row |= {f"{key}_min": min(values), f"{key}_max": max(values)}
     return row

@@ -29,6 +29,7 @@ from distill.demo.real_ways import BARE, NEED, SINKS, WIDTH, Ways, candidates, c
 from patches.errors import RetrofitError, one_of
 from patches.kinds import find_kind
 from retrofit.calibration import measure_needs
+from retrofit.evaluation.baselines import equal_memory_window, narrowest_window, window_only
 from retrofit.evaluation.scores import evaluate, gap_closed
 from retrofit.export import export_model
 from retrofit.files import write_json, write_text
@@ -97,10 +98,12 @@ def main(output: Path, base: str | None, dtype: str | None, sizes: Sizes, choose
         models = patched(model, ways, fitted, sizes.window)
         for path in [] if runs is None else sorted(runs.glob("*/adapter")):
             models[path.parent.name], marks[path.parent.name] = adapted(model, path)
+        add_rivals(models, marks)
         rows = scored(models, marks, told, settings, file, say, fit)
         if fit is not None:
             say("waiting for the fit")
             models[JOINT], marks[JOINT] = adapted(model, fit.wait())
+            add_rivals(models, marks)
             page, _, _ = report(output / "joint")
             say(f"{page} tells how the fit went")
             rows = scored(models, marks, told, settings, file, say)
@@ -150,6 +153,13 @@ def adapted(base: Any, adapter: Path) -> tuple[Any, str]:
     """The model of an adapter, and what tells it from another fit."""
     model = retrofit.load_adapter(base, adapter).eval()
     return model, f"{crc32((adapter / 'adapter_model.safetensors').read_bytes()):08x}"
+
+
+def add_rivals(models: dict[str, Any], marks: dict[str, str]) -> None:
+    """Beside each memory that learns, the window of its bytes: what it writes by takes some, for each kind others."""
+    for model in [one for one in models.values() if find_kind(one.config.memory["kind"]).trainable]:
+        wide = equal_memory_window(model)
+        models[f"window, W = {wide}"], marks[f"window, W = {wide}"] = window_only(model, wide).eval(), str(wide)
 
 
 def scored(
@@ -232,13 +242,13 @@ def closed(rows: list[dict[str, Any]], name: str, kind: str) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], models: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One row per model: the share of the KL gap closed on each kind of text, and the means over the kinds."""
-    kinds = list(dict.fromkeys(row["text"] for row in rows))
+    kinds, bare = list(dict.fromkeys(row["text"] for row in rows)), narrowest_window(models[BARE])
     for name, model in models.items():
         of_kind = {kind: closed(rows, name, kind) for kind in kinds}
         share = {kind: one["kl"] for kind, one in of_kind.items()}
         means = {key: mean(one[key] for one in of_kind.values()) for key in ("nll", "nats", "kl_last")}
         each = [row for one in of_kind.values() for row in one["rows"]]
-        size = {dtype: beside_the_window(model, models[BARE], dtype) for dtype in WIDTH}
+        size = {dtype: retrofit.kept_bytes(model, bare, getattr(torch, dtype)) for dtype in WIDTH}
         last = {f"{kind} at the end": one["kl_last"] for kind, one in of_kind.items()}
         yield {"name": name, **size, **share, "mean": mean(share.values()), **means, "each": each, **last}
 
@@ -269,14 +279,6 @@ def _grid(heads: list[str], names: list[str], bytes_: list[str], cells: list[lis
     lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
     lines += [f"| {' | '.join([name, size, *row])} |" for name, size, row in zip(names, bytes_, cells, strict=True)]
     return "\n".join(lines) + "\n"
-
-
-def beside_the_window(model: Any, bare: Any, dtype: str = "float32") -> int:
-    """Bytes per layer beyond the window of ``bare``, for a base in ``dtype``."""
-    memory, other = (next(iter(one.model.memories().values())) for one in (model, bare))
-    wider = (memory.window - other.window) * 2 * memory.kv_heads * memory.head_dim * WIDTH[dtype]
-    each = [one.state_bytes(getattr(torch, dtype)) for one in model.model.memories().values()]
-    return -(-sum(each) // len(each)) + wider
 
 
 def _answer(models: dict[str, Any], tokenizer: Any, ids: Tensor, say: Say) -> None:

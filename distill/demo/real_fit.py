@@ -1,20 +1,19 @@
 """The fit of ``make real``: the recipe smollm2-135m-joint in a process of its own, while others are scored."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from distill.recipe import Recipe, read_recipe
 from distill.resume import check_same_recipe
 from patches.errors import RetrofitError
+from retrofit.files import ends_tidily
 
 RECIPE = "smollm2-135m-joint"
 LESS = {"steps": 3, "local_steps": 3, "eval_rows": 2}  # what they are divided by for a base in float32, which is slower
@@ -69,7 +68,7 @@ def fit_beside(output: Path, dtype: str, say: Callable[[str], None]) -> Iterator
     except RetrofitError:  # no run yet, or one with other settings; all that is there is ours
         how = "--overwrite"
     given = [part for key, value in own.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-    with _ends_tidily():
+    with ends_tidily():
         try:
             if how == "--overwrite" or not (fit.run / "metrics.json").is_file():  # is written last
                 say(f"fitting {RECIPE} meanwhile, on one core; its progress is in {fit.log}")
@@ -89,20 +88,3 @@ def fit_beside(output: Path, dtype: str, say: Callable[[str], None]) -> Iterator
             if fit.process is not None:
                 fit.process.terminate()
                 fit.process.wait()
-
-
-@contextmanager
-def _ends_tidily() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as an exception does, unless they were ignored or handled already."""
-
-    def leave(number: int, _: Any) -> None:
-        sys.exit(128 + number)
-
-    ours = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
-    for one in ours:
-        signal.signal(one, leave)
-    try:
-        yield
-    finally:
-        for one in ours:
-            signal.signal(one, signal.SIG_DFL)

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from patches.kinds import build_memory, find_kind, new_memory
-from retrofit.costs.held import row_bytes
+from retrofit.costs.held import layer_bytes, row_bytes
 
 SINKS = 4
-BYTES = 16_120  # of state per layer and key/value head: what `joint` takes of heads of 64
+BYTES = 16_120  # per layer and key/value head: what the state of `joint` takes of heads of 64
 TILT = 0.004  # nats per token in favour of later ones: chosen by --choose, on other documents than those reported
 RECENT, NEED = 1e6, "need"
 TILTS = (0.0, 0.002, 0.004, 0.008)
@@ -39,13 +39,13 @@ def contenders(config: Any, window: int, dtype: str) -> Ways:
         ways[f"{EQUAL}, bfloat16 base{note}"] = {"memory": "none", "window": window + narrow["exact"]}
         if not note:
             ways |= {f"window in {bits} bits": _rows(wide, bits, RECENT) for bits in (8, 4)}
-            ways["window in 4 bits, by need"] = _rows(wide, 4, RECENT, NEED)
             ways["expected"] = _rows(wide, 16, TILT)
             ways["expected, bfloat16 base"] = _rows(narrow, 16, TILT)
             ways["expected, bfloat16 base, by need"] = _rows(narrow, 16, TILT, NEED)
         else:
             ways[f"window in 8 bits{note}"] = _rows(wide, 8, RECENT)
         ways |= {f"expected, {bits} bits{note}": _rows(wide, bits, TILT) for bits in (8, 4)}
+        ways |= {f"window in {bits} bits, by need{note}": _rows(wide, bits, RECENT, NEED) for bits in (4, 5)}
         ways |= {f"expected, {bits} bits, by need{note}": _rows(wide, bits, TILT, NEED) for bits in (4, 5)}
     if dtype == "float32":
         ways = {name: how for name, how in ways.items() if "bfloat16" not in name and THRICE not in name}
@@ -70,12 +70,12 @@ def untrained(config: Any, window: int, dtype: str) -> Ways:
     tokens = fitting(config, BYTES, dtype)["exact"]
     ways: Ways = {BARE: {"memory": "none"}, EQUAL: {"memory": "none", "window": window + tokens}}
     size = BYTES * config.num_key_value_heads
-    marks = _state_bytes(config, "tova", window + tokens, {}, dtype)  # where its tokens stand
+    marks = _bytes(config, "tova", window + tokens, {}, dtype)  # where its tokens stand
     ways["joint, calculated"] = {"memory": "joint"}
     ways["joint, calculated, linear branch alone"] = {"memory": "joint", "branches": "linear", "features": 62}
     ways["tova"] = {"memory": "tova", "window": window + (size - marks) * tokens // size}
     for kind, option in (("h2o", "heavy"), ("compressive", "rows"), ("kvm", "rows")):
-        few, more = (_state_bytes(config, kind, window, {option: tokens - less}, dtype) for less in (16, 8))
+        few, more = (_bytes(config, kind, window, {option: tokens - less}, dtype) for less in (16, 8))
         each = (more - few) // 8
         ways[f"{kind}, not fitted" if find_kind(kind).trainable else kind] = {
             "memory": kind,
@@ -84,10 +84,12 @@ def untrained(config: Any, window: int, dtype: str) -> Ways:
     return ways
 
 
-def _state_bytes(config: Any, kind: str, window: int, options: dict[str, Any], dtype: str) -> int:
+def _bytes(config: Any, kind: str, window: int, options: dict[str, Any], dtype: str) -> int:
+    """Bytes per layer beside the window."""
     with torch.device("meta"):
         memory = build_memory(config, new_memory(kind, window, SINKS, options=options))
-    return memory.state_bytes(getattr(torch, dtype))
+    own = getattr(torch, dtype)
+    return layer_bytes(config, memory, own) - window * row_bytes(config, own)
 
 
 def _rows(fit: dict[str, int], bits: int, tilt: float, shares: str = "even") -> dict[str, Any]:

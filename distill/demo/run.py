@@ -35,7 +35,8 @@ from retrofit.costs.held import row_bytes
 from retrofit.evaluation.baselines import equal_memory_window, window_only
 from retrofit.evaluation.scores import evaluate
 from retrofit.export import export_model
-from retrofit.files import check_output, write_folder
+from retrofit.files import check_replaced, write_folder
+from retrofit.loading import check_tokenizer
 from retrofit.table import print_table, write_rows
 
 WINDOW, SINKS = 32, 4
@@ -53,7 +54,7 @@ COLUMNS = {
     "kl": ("KL to\nteacher", ".4f"),
     "kl_gap_closed": ("KL gap\nclosed", ".1%"),
     "nll": ("NLL", ".3f"),
-    "state_bytes": ("state\nbytes", ",d"),
+    "kept_bytes": ("bytes beside\nthe window", ",d"),
     "seconds": ("seconds", ".0f"),
 }
 
@@ -98,7 +99,7 @@ def run_demo(
     Returns:
         One mapping per row: ``name``; ``far_recall``, the share of the answers last mentioned more than S + W tokens
         ago that are the likeliest token; ``kl`` to the teacher and ``nll`` of the next token (nats, held-out positions
-        from S + W on); ``kl_gap_closed``; ``state_bytes`` that one sequence of 256 tokens holds in a layer besides
+        from S + W on); ``kl_gap_closed``; ``kept_bytes`` that one sequence of 256 tokens holds in a layer besides
         S + W keys and values; ``seconds`` of training.
 
     Raises:
@@ -106,7 +107,7 @@ def run_demo(
             did not learn, an export that does not compute what the model in memory computes.
     """
     find_trainable(memory)
-    check_output(output, overwrite)
+    check_replaced(output, overwrite)
     output, began, console = Path(output), time.perf_counter(), Console()
     with quiet_on_one_thread():
         teacher, teacher_seconds = teach(seed)
@@ -116,6 +117,7 @@ def run_demo(
         rows = compare({memory: model}, held_out, {"teacher": teacher_seconds, memory: distil_seconds})
 
         words = tokenizer()
+        check_tokenizer(words, teacher.config)
         with write_folder(output, overwrite) as draft:
             teacher.save_pretrained(draft / "base")
             words.save_pretrained(draft / "base")
@@ -127,7 +129,7 @@ def run_demo(
         print_table(title, rows, COLUMNS, console)
         console.print(
             f"[dim]Far recall is that of surnames last seen more than {WINDOW + SINKS} tokens ago. "
-            "State bytes are those that a layer keeps of a document besides sinks and window."
+            "Bytes are those that a layer keeps of a document besides sinks and window."
         )
 
         questions = pick_questions(held_out, WINDOW + SINKS, QUESTIONS)
@@ -201,7 +203,7 @@ def fit(teacher: PreTrainedModel, memory: str, seed: int) -> tuple[Any, float]:
         trainer.remove_callback(PrinterCallback)
         began = time.perf_counter()
         with progress_bar(f"distilling {memory}", STEPS) as bar:
-            trainer.add_callback(ShowProgress(bar, BATCH * LENGTH))
+            trainer.add_callback(ShowProgress(bar, LENGTH, BATCH))
             trainer.train()
         return model.eval(), time.perf_counter() - began
 
@@ -218,11 +220,8 @@ def compare(memories: dict[str, Any], held_out: Tensor, seconds: dict[str, float
         "window-only, equal memory": window_only(first, wide),
         **memories,
     }
-    row = row_bytes(first.config, first.dtype)
-    state_bytes = {"teacher": (LENGTH - start) * row} | {
-        name: (model.config.memory["window"] - WINDOW) * row + retrofit.state_bytes(model)
-        for name, model in models.items()
-    }
+    kept = {name: retrofit.kept_bytes(model, WINDOW) for name, model in models.items()}
+    kept["teacher"] = (LENGTH - start) * row_bytes(first.config, first.dtype)
     scores = evaluate(models, held_out, start=start)
     far = recall_distance(held_out)[:, start + 1 :] > start
     return [
@@ -230,7 +229,7 @@ def compare(memories: dict[str, Any], held_out: Tensor, seconds: dict[str, float
             "name": name,
             "far_recall": score.correct[far].double().mean().item(),
             **score.figures(scores["window-only"]),
-            "state_bytes": state_bytes[name],
+            "kept_bytes": kept[name],
             "seconds": seconds.get(name, 0.0),
         }
         for name, score in scores.items()

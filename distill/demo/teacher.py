@@ -1,4 +1,4 @@
-"""The demo's base model: a tiny Qwen2 that learns to recall within a minute, in three stages.
+"""The demo's base model: a tiny one that learns to recall within a minute, in three stages.
 
 Trained on such documents alone, a small transformer stays at guessing among the surnames seen so far. What breaks that
 plateau is an induction head (find where this token stood before, give what followed it), and repeated random tokens
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from distill.demo.text import PAD, UNKNOWN, WORDS, documents, generator, recall_distance
 from patches.errors import RetrofitError
@@ -33,7 +33,7 @@ OnStep = Callable[[str, int, int, float, float], None]
 """Called after a step with: stage, steps done, most steps of this stage, loss, accuracy on what can be recalled."""
 
 
-def train_teacher(seed: int, on_step: OnStep) -> Qwen2ForCausalLM:
+def train_teacher(seed: int, on_step: OnStep) -> LlamaForCausalLM:
     """Train the demo's base model from nothing.
 
     The copying stage ends in a jump that comes after about a thousand steps. Should it not come within COPY_STEPS,
@@ -47,7 +47,7 @@ def train_teacher(seed: int, on_step: OnStep) -> Qwen2ForCausalLM:
         if lessons.copy():
             lessons.short()
             lessons.full()
-            return lessons.model.eval()
+            return as_llama(lessons.model).eval()
     raise RetrofitError(f"the demo's teacher did not learn to copy with seed {seed}: choose another --seed")
 
 
@@ -72,6 +72,22 @@ def new_model(seed: int) -> Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(config)
+
+
+def as_llama(model: Qwen2ForCausalLM) -> LlamaForCausalLM:
+    """The same model as a LLaMA, bit for bit: the bias that only a LLaMA's attention has is zero.
+
+    transformers loads whatever tokenizer lies beside a Qwen2 as Qwen2's own, which cannot hold whole words.
+    """
+    known, given = LlamaConfig().to_dict().keys() - {"model_type", "head_dim"}, model.config.to_dict()
+    with torch.random.fork_rng(devices=[]):
+        llama = LlamaForCausalLM(
+            LlamaConfig(**{name: given[name] for name in known & given.keys()}, attention_bias=True)
+        )
+    for layer in llama.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.bias)
+    llama.load_state_dict(llama.state_dict() | model.state_dict())
+    return llama
 
 
 def copies(count: int, source: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ printed come from rows that nothing was chosen on.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -20,6 +19,7 @@ from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.calibration import calibrate
 from retrofit.evaluation.scores import evaluate, evaluating
+from retrofit.observer import LayerCall, watch_layers
 from retrofit.patching import patch
 
 from .recipe import KEYS
@@ -206,24 +206,15 @@ class _Work:
         texts = [ids.to(first.device) for ids in self.texts.split(1)]
         plans = [model.model.plan(texts[0]) for model in models]
 
-        def look(index: int, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        def look(call: LayerCall) -> None:
             for model, plan, errors in zip(models, plans, found, strict=True):
                 if plan.evicting:
-                    attention = model.model.layers[index].self_attn  # its forward, since this is a hook of its call
-                    own = attention.forward(*args, **{**kwargs, "attention_mask": None, "memory_pass": plan})[0]
-                    errors[index] += float((own - output[0])[:, self.start :].float().square().sum())
+                    own = call.repeat(model.model.layers[call.index].self_attn, plan)
+                    errors[call.index] += float((own - call.output)[:, self.start :].float().square().sum())
 
-        hooks = [
-            first.model.layers[index].self_attn.register_forward_hook(partial(look, index), with_kwargs=True)
-            for index in self.layers
-        ]
-        try:
-            with evaluating(*models), first.memory_off():
-                for ids in texts:
-                    first.model(input_ids=ids, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with evaluating(*models), first.memory_off(), watch_layers(first.model, self.layers, look):
+            for ids in texts:
+                first.model(input_ids=ids, use_cache=False)
         return found
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from retrofit.options import Base, Json, Memory, Options, Overwrite, Sinks, Verbs, pairs
+from retrofit.options import Base, Json, Memory, Options, Overwrite, Sinks, Verbs, loading, pairs
 
 app = Verbs()
 
@@ -46,6 +46,7 @@ def allocate(
     if target.exists() and not overwrite:
         raise typer.BadParameter(f"{target} exists: choose another name or pass --overwrite")
     options = pairs("--option", option, taken=("base", "memory", "window", "sinks", "layers", "others", "by_layer"))
+    loading(base)
     from patches.errors import one_of
     from patches.kinds import find_kind
     from retrofit.evaluation.settings import DTYPES

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from patches.errors import RetrofitError, nearest
 from retrofit.files import read_text
-from retrofit.plain_yaml import parse_yaml
+from retrofit.plain_yaml import dump_yaml, parse_yaml
 
 KEYS = ("memory", "window", "sinks", "layers", "others", "options", "by_layer")
 
@@ -15,7 +13,7 @@ KEYS = ("memory", "window", "sinks", "layers", "others", "options", "by_layer")
 def write_memory(memory: dict[str, Any], notes: str) -> str:
     """The text of such a file: ``memory`` by :data:`KEYS`, behind ``notes`` as comments."""
     comments = "".join(f"# {line}".rstrip() + "\n" for line in notes.splitlines())
-    return comments + yaml.safe_dump(memory, sort_keys=False, default_flow_style=None, width=120)
+    return comments + dump_yaml(memory, default_flow_style=None, width=120)
 
 
 def read_memory(path: str | Path) -> dict[str, Any]:

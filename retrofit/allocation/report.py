@@ -10,7 +10,7 @@ from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.evaluation.perplexity import read_sequences
 from retrofit.evaluation.scores import gap_closed
-from retrofit.families import is_retrofit
+from retrofit.families import refuse_retrofit
 from retrofit.loading import load_base, load_tokenizer
 
 from .allocate import Allocation, allocate
@@ -73,8 +73,7 @@ def report(
         )
     texts = texts[torch.linspace(0, len(texts) - 1, 2 * rows).round().long()]
     base = load_base(source, dtype=dtype).eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    if is_retrofit(base):
-        raise RetrofitError(f"{source} has a memory already: give the base that it was made from")
+    refuse_retrofit(base.config, source)
     how: dict[str, Any] = {"sinks": sinks, "options": options, "say": say}
     found = allocate(base, kind, budget, texts[::2], texts[1::2], **how)
     layers, gaps = layer_rows(found), gap_rows(found, kind)

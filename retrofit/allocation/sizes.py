@@ -10,8 +10,7 @@ import torch
 from patches.config import native_window
 from patches.errors import RetrofitError
 from patches.kinds import build_memory, find_kind, new_memory
-from retrofit.costs.estimate import cache_parts
-from retrofit.costs.held import row_bytes
+from retrofit.costs.held import layer_bytes
 
 # of the bytes that a layer gets on average: what single layers are measured at
 SHARES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4)
@@ -57,9 +56,7 @@ class Sizer:
             kind, options = ("none", {}) if rows is None else (kind, {**options, self.option: rows})
         with torch.device("meta"):
             memory = build_memory(self.config, new_memory(kind, window, self.sinks, options=options))
-        kept, gates, _ = cache_parts(self.config, memory, memory.capacity + 1, self.dtype)
-        kept -= self.sinks * row_bytes(self.config, self.dtype)
-        return Size(window, rows, kept + gates + memory.state_bytes(self.dtype))
+        return Size(window, rows, layer_bytes(self.config, memory, self.dtype))
 
     def fitting(self, budget: int, rows: int | None = None) -> Size | None:
         """The longest window that fits ``budget`` bytes beside so many rows; None if none does."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from retrofit.bench import cases
-from retrofit.options import Json, Verbs, flags
+from retrofit.options import Json, Verbs, flags, loading
 
 app = Verbs()
 bench = Verbs(help="Measure what a memory costs and saves, as ratios within one run.")
@@ -28,6 +28,7 @@ def add(module: str, case: Any, *examples: str, count: int, flag: str = "repeats
     name = module.rpartition(".")[2]
 
     def measure(threads: Threads = None, json_file: Json = None, **given: Any) -> None:
+        loading(given.get("model") or "torch")
         import torch
 
         from retrofit.table import print_table, write_rows

@@ -37,7 +37,7 @@ def dense_mask(case: Case) -> Tensor:
 
 
 def prepare(case: Case, form: str) -> Callable[[], Tensor]:
-    """Inputs, and one form on them: (B, T, H, D) out."""
+    """Inputs, and one form on them: (B, H, T, D) out."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, case.length, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads)]
     inputs = [torch.randn(shape, generator=generator).to(case.place(), case.torch_dtype()) for shape in shapes]
@@ -47,13 +47,13 @@ def prepare(case: Case, form: str) -> Callable[[], Tensor]:
     def dense() -> Tensor:
         if not masks:
             masks.append(dense_mask(case))
-        return scaled_dot_product_attention(q, k, v, attn_mask=masks[0], enable_gqa=True).transpose(1, 2)
+        return scaled_dot_product_attention(q, k, v, attn_mask=masks[0], enable_gqa=True)
 
     def blocked() -> Tensor:
         before = k.new_zeros(1, case.kv_heads, case.window, case.head_dim)  # there is nothing before slot 0
         stream = (torch.cat([before, x], 2) for x in (k, v))
         sinks = (x[:, :, : case.sinks] for x in (k, v))
-        return window_attention(q, *stream, *sinks, window=case.window, start=0, scale=case.head_dim**-0.5)
+        return window_attention(q, *stream, *sinks, window=case.window, start=0, scale=case.head_dim**-0.5)[0]
 
     def arm() -> Tensor:
         out = dense() if form == DENSE else blocked()

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofit.options import Json, Memory, MemoryRecipe, Options, Sinks, Verbs, Window, of_recipe, pairs
+from retrofit.options import Json, Memory, MemoryRecipe, Options, Sinks, Verbs, Window, loading, of_recipe, pairs
 
 app = Verbs()
 
@@ -41,14 +41,15 @@ def estimate(
 
     The table shows parameters, operations, cache and bytes per token. It needs only the configuration of BASE.
     """
-    from retrofit.costs import estimate as honest
-    from retrofit.costs import paper as paper_table
-    from retrofit.table import print_table, write_rows
-
     if (base is None) != paper:
         raise typer.BadParameter("give a BASE, or --paper for the table of the AHN paper (its bases are built in)")
     if (peak_tflops is None) != (bandwidth is None):
         raise typer.BadParameter("--peak-tflops and --bandwidth go together: seconds need both")
+    loading(base or "the paper's bases")
+    from retrofit.costs import estimate as honest
+    from retrofit.costs import paper as paper_table
+    from retrofit.table import print_table, write_rows
+
     if paper:
         rows = paper_table.paper_rows()
         print_table("AHN paper: 128,000 tokens, S = 128, W = 32640, 4-byte cache", rows, paper_table.COLUMNS)

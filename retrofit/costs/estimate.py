@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from patches.config import MemoryConfig, check_base, keep_their_window, native_window
+from patches.config import MemoryConfig, check_base
 from patches.errors import one_of
-from patches.eviction import Eviction
-from patches.kinds import build_memory, new_memory
+from patches.kinds import new_memory
 from patches.memory import Memory
 from patches.options import whole_number
 from retrofit.costs.bases import base_config
 from retrofit.costs.flops import Shape, forward_flops
-from retrofit.costs.held import row_bytes
+from retrofit.costs.held import cache_parts, layer_memories
 from retrofit.patching import skeleton
 
 COLUMNS = {
@@ -56,50 +55,6 @@ class Device:
 
     tflops: float
     bandwidth: float
-
-
-def layer_memories(config: Any, settings: MemoryConfig | None) -> list[Memory | None]:
-    """The memory of each layer as the patched model has it, on the meta device; None for full attention.
-
-    A layer that slides in the base counts as sinks + window without sinks. ``settings`` None stands for the base.
-    """
-    layers = range(config.num_hidden_layers)
-    each = [None for _ in layers] if settings is None else settings.of_layers(config)
-    slides = keep_their_window(config) if native_window(config) is None else set(layers)
-    with torch.device("meta"):
-        own = build_memory(config, MemoryConfig("none", config.sliding_window)) if slides else None
-        built: list[tuple[MemoryConfig, Memory]] = []  # layers that are alike have the same one
-        for one in each:
-            if one is not None and all(one != known for known, _ in built):
-                built.append((one, build_memory(config, one)))
-    return [
-        next((memory for known, memory in built if known == one), own if index in slides else None)
-        for index, one in enumerate(each)
-    ]
-
-
-def cache_parts(
-    config: Any, memory: Memory | None, tokens: int, dtype: torch.dtype, exact: int | None = None
-) -> tuple[int, int, int]:
-    """Bytes that one sequence of ``tokens`` tokens keeps in one layer: keys and values, write gates, state.
-
-    Args:
-        memory: the layer's (on any device), or None for full attention.
-        dtype: of the base; states and gates are float32 whatever it is.
-        exact: tokens up to which no layer of the model evicts any; beyond, each has its whole window. By default as
-            many as this layer keeps.
-    """
-    row = row_bytes(config, dtype)
-    if memory is None:
-        return tokens * row, 0, 0
-    if exact is None or isinstance(memory, Eviction):  # which hold no places for tokens to come
-        exact = memory.capacity
-    full = tokens > exact
-    rows = memory.sinks + memory.window if full else tokens
-    with torch.device("meta"):
-        gates = memory.write_gates(torch.empty(1, 1, config.hidden_size, dtype=dtype))
-    gate = 0 if gates is None else gates.numel() * gates.dtype.itemsize
-    return rows * row, (memory.window if full else tokens) * gate, memory.state_bytes(dtype, tokens)
 
 
 def estimate(

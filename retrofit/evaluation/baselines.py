@@ -3,7 +3,7 @@
 from typing import Any
 
 from patches.config import MemoryConfig
-from retrofit.costs.held import row_bytes
+from retrofit.costs.held import beyond_sinks, row_bytes
 from retrofit.patching import patch
 
 
@@ -25,7 +25,5 @@ def narrowest_window(model: Any) -> int:
 
 def equal_memory_window(model: Any) -> int:
     """The window that, in every layer, costs as many bytes as the model's windows and memories, rounded up."""
-    memories = model.model.memories().values()
     row = row_bytes(model.config, model.dtype)
-    kept = sum(memory.window * row + memory.state_bytes(model.dtype) for memory in memories)
-    return -(-kept // (row * len(memories)))
+    return -(-beyond_sinks(model, model.dtype) // (row * len(model.model.memories())))

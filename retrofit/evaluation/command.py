@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from retrofit.evaluation.settings import Settings
-from retrofit.options import Output, Overwrite, Verbs, flags
+from retrofit.options import Output, Overwrite, Verbs, flags, loading
 
 app = Verbs()
 
@@ -27,19 +27,25 @@ def evaluate(
 
     An interrupted run continues where it was. DIR/eval.json holds everything that is printed, and more.
     """
+    loading(model)
     from retrofit.evaluation.run import run_evaluation
     from retrofit.evaluation.tables import tables
+    from retrofit.files import only_writer
     from retrofit.table import print_table
 
     if "tasks" in given:
         given["tasks"] = [name.strip() for part in given["tasks"] for name in part.split(",") if name.strip()]
     if not given.keys().isdisjoint(("data", "tasks", "benchmarks")):
         given.setdefault("probes", ())
-    summary = run_evaluation(Settings(model, **given), output, overwrite)
+    settings = Settings(model, **given)
+    with only_writer(output):
+        summary = run_evaluation(settings, output, overwrite)
     for title, rows, columns in tables(summary):
         print_table(title, rows, columns)
     if "data" in given and given.keys().isdisjoint(("tasks", "benchmarks")) and not given["probes"]:
-        typer.echo("only the text was scored: add --probe identity, recall, passkey or a needle task to ask for more")
+        typer.echo(
+            "only the text was scored: add --probe identity, recall, passkey or a needle task to ask for more", err=True
+        )
     for said in (said for one in summary["benchmarks"].values() for said in one["departures"]):
-        typer.echo(f"note: {said}")
+        typer.echo(f"note: {said}", err=True)
     typer.echo(f"{output}: eval.json, results.jsonl")

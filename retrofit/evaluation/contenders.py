@@ -10,8 +10,9 @@ import torch
 
 from patches.errors import RetrofitError
 from retrofit.adapter import load_adapter
-from retrofit.costs.held import state_bytes
+from retrofit.costs.held import kept_bytes
 from retrofit.evaluation.baselines import equal_memory_window, narrowest_window, window_only
+from retrofit.evaluation.scores import evaluating
 from retrofit.families import is_retrofit
 from retrofit.loading import check_vocabulary, load_base, load_config, load_tokenizer
 from retrofit.patching import patch
@@ -54,7 +55,7 @@ def contenders(memories: dict[str, Any]) -> list[Contender]:
     equal = [
         Contender(EQUAL if len(windows) == 1 else f"{EQUAL} as {row.name}", window_only(row.model, window))
         for window, row in reversed(windows.items())
-        if state_bytes(row.model)
+        if kept_bytes(row.model)
     ]
     return [teacher, Contender(WINDOW_ONLY, bare), *equal, *named]
 
@@ -105,8 +106,8 @@ def ready(rows: Sequence[Contender]) -> Iterator[None]:
     """Every row in eval mode and the teacher's memory off inside the block; no gradients."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluating(*(row.model for row in rows)))
         for row in rows:
-            row.model.eval()
             if row.teacher:
                 stack.enter_context(row.model.memory_off())
         yield

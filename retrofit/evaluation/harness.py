@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patches.errors import RetrofitError, nearest
 from retrofit.chat import check_template
-from retrofit.evaluation.scores import hidden_states
+from retrofit.evaluation.scores import evaluating, hidden_states
 from retrofit.files import write_json
 from retrofit.hub_errors import first_line
 from retrofit.lm_head import log_probs
@@ -103,24 +103,25 @@ def run_harness(
     }
     scores: dict[tuple[str, str], dict[str, Any]] = {}
     for row, model in models.items():
-        harness = HFLM(
-            pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length
-        )
-        harness._model_call = partial(_logits, model)  # its own likelihoods are rounded to the model's dtype
-        for template in (False, True):
-            asked = [task for name, task in loaded.items() if chat[name] is template]
-            if asked:
-                found = lm_eval.simple_evaluate(
-                    model=harness,
-                    tasks=asked,
-                    task_manager=manager,
-                    limit=limit,
-                    apply_chat_template=template,
-                    log_samples=False,
-                )
-                for task, metric, value in _values(found["results"]):
-                    entry = scores.setdefault((task, metric), {"task": task, "metric": metric, "chat": template})
-                    entry[row] = value
+        with evaluating(model):
+            harness = HFLM(
+                pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length
+            )
+            harness._model_call = partial(_logits, model)  # its own likelihoods are rounded to the model's dtype
+            for template in (False, True):
+                asked = [task for name, task in loaded.items() if chat[name] is template]
+                if asked:
+                    found = lm_eval.simple_evaluate(
+                        model=harness,
+                        tasks=asked,
+                        task_manager=manager,
+                        limit=limit,
+                        apply_chat_template=template,
+                        log_samples=False,
+                    )
+                    for task, metric, value in _values(found["results"]):
+                        entry = scores.setdefault((task, metric), {"task": task, "metric": metric, "chat": template})
+                        entry[row] = value
         summary = {"settings": settings, "scores": list(scores.values())}
         if output is not None:
             write_json(output, finite(summary))

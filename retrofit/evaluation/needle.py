@@ -6,8 +6,9 @@ differ in what the haystack is, in what keys and values are, and in how many nee
 
 import random
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 from patches.errors import RetrofitError, one_of
@@ -45,8 +46,20 @@ NAMES = [PASSKEY, *VARIANTS]
 ANSWER_TOKENS = 128  # RULER's
 
 # words for keys; RULER's come from a package of nouns and adjectives
-ADJECTIVES = ("amber", "brave", "calm", "dusty", "eager", "fancy", "gentle", "hollow", "idle", "jolly", "keen")
-NOUNS = ("anchor", "basket", "candle", "donkey", "engine", "feather", "garden", "hammer", "island", "jacket")
+ADJECTIVES = (
+    "amber ample brave brisk calm clever crisp damp dapper dusty eager early fancy fierce fond gentle giddy "
+    "glossy grand hasty hollow humble icy idle jolly keen kind lively lofty lucid mellow merry mild modest "
+    "nimble noble odd pale plain polite proud quick quiet rapid rare rustic shy silent sleek smooth solid spry "
+    "stern sturdy sunny swift tame tidy timid urban vast vivid warm weary wide wild wise witty woolly zesty"
+)
+NOUNS = (
+    "anchor apple arrow barrel basket beacon bottle bridge bucket button cabin camel candle carpet castle "
+    "cellar comet compass cradle dagger donkey engine fabric falcon feather fiddle forest fountain garden "
+    "ginger goblet hammer harbor helmet island jacket kettle ladder lantern lemon lizard magnet marble mirror "
+    "needle orchard otter paddle parrot pebble pepper pillow pirate planet pocket puzzle quarry rabbit ribbon "
+    "saddle sailor scarf shovel spider teapot temple thimble tunnel turnip valley velvet violin wagon walnut "
+    "willow"
+)
 
 
 def needle_tasks(
@@ -106,8 +119,9 @@ Made = tuple[Callable[[int], str], list[str], int]
 def _needle(name: str, dice: random.Random, depth: float, text: str | None, tokenizer: Any) -> Made:
     variant = VARIANTS[name]
     kind = variant.value
-    keys = _different(variant.keys, lambda: _thing(variant.key, dice))
-    values = {key: _different(variant.values, lambda: _thing(kind, dice)) for key in keys}
+    new_keys, new_values = _things(variant.key, dice.random()), _things(kind, dice.random())
+    keys = list(islice(new_keys, variant.keys))
+    values = {key: list(islice(new_values, variant.values)) for key in keys}
     asked = keys[: variant.queries]
 
     def needle(key: str, value: str) -> str:
@@ -117,11 +131,12 @@ def _needle(name: str, dice: random.Random, depth: float, text: str | None, toke
     for key in keys:
         for value in values[key]:
             hidden.append((depth if not hidden else dice.random(), needle(key, value)))
-    salt = dice.random()
+    others: list[str] = []
 
     def another(index: int) -> str:
-        own = random.Random(f"{salt}-{index}")
-        return needle(_thing(variant.key, own), _thing(kind, own))
+        while len(others) <= index:
+            others.append(needle(next(new_keys), next(new_values)))
+        return others[index]
 
     if variant.haystack == "text":
         sentence = invented(dice.randrange(2**32)) if text is None else sentences_of(text)
@@ -167,16 +182,18 @@ def asked_for(question: str, begun: str, tokenizer: Any) -> str:
     return f"{question} {begun}" if tokenizer is None else chat_prompt(tokenizer, question, begun)
 
 
-def _different(count: int, draw: Callable[[], str]) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[draw()] = None
-    return list(found)
-
-
-def _thing(kind: str, dice: random.Random) -> str:
-    if kind == "numbers":
-        return str(dice.randrange(1_000_000, 10_000_000))  # seven digits, as RULER draws them
-    if kind == "uuids":
-        return str(uuid.UUID(int=dice.getrandbits(128), version=4))
-    return f"{dice.choice(ADJECTIVES)}-{dice.choice(NOUNS)}"
+def _things(kind: str, salt: float) -> Iterator[str]:
+    """Keys or values in a random order, none of them twice."""
+    dice = random.Random(salt)
+    if kind == "words":
+        pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
+        dice.shuffle(pairs)
+        yield from pairs
+        yield from (f"{pair}-{number}" for number in count(2) for pair in pairs)  # beyond 100,000 tokens
+    seen: set[str] = set()
+    while True:
+        number = dice.randrange(1_000_000, 10_000_000)  # seven digits, as RULER draws them
+        thing = str(number) if kind == "numbers" else str(uuid.UUID(int=dice.getrandbits(128), version=4))
+        if thing not in seen:
+            seen.add(thing)
+            yield thing

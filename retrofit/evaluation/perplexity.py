@@ -6,7 +6,8 @@ keys and values. The token that is being read comes on top with TOVA and H2O; wi
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from patches.errors import RetrofitError, one_of
-from retrofit.evaluation.scores import cached_readers, scored_pieces
-from retrofit.files import at_home, read_text
-from retrofit.hub_errors import first_line
+from retrofit.evaluation.scores import cached_readers, evaluating, scored_pieces
+from retrofit.files import at_home
 from retrofit.patching import patch
+from retrofit.texts.sources import open_source
+from retrofit.texts.tokens import TokenRows, find_column
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
 CHUNK = 2048  # tokens per forward pass
@@ -75,8 +77,8 @@ def perplexity_by_size(
     found: dict[str, dict[int | None, float]] = {name: {} for name in (FULL, *policies)}
     cells: list[tuple[str, int | None]] = [(FULL, None), *((policy, size) for size in sizes for policy in policies)]
     for policy, size in cells:
-        model = patch(base, **(_window(1) if size is None else POLICIES[policy](size))).eval()
-        with torch.no_grad(), model.memory_off() if size is None else nullcontext():
+        model = patch(base, **(_window(1) if size is None else POLICIES[policy](size)))
+        with model.memory_off() if size is None else nullcontext():
             found[policy][size] = perplexity(model, sequences, chunk=chunk)
         if on_cell is not None:
             on_cell(policy, size, found[policy][size])
@@ -86,9 +88,10 @@ def perplexity_by_size(
 def perplexity(model: Any, sequences: Tensor, *, chunk: int = CHUNK) -> float:
     """Perplexity of texts (N, T), each read by itself in chunks of so many tokens; every token but the first counts."""
     head, total = model.get_output_embeddings(), 0.0
-    for text in sequences.to(head.weight.device):
-        for _, scores in scored_pieces(cached_readers({"model": model}), head, text[None], 0, chunk):
-            total += scores["model"][0].sum(dtype=torch.float64).item()
+    with torch.no_grad(), evaluating(model):
+        for text in sequences.to(head.weight.device):
+            for _, scores in scored_pieces(cached_readers({"model": model}), head, text[None], 0, chunk):
+                total += scores["model"][0].sum(dtype=torch.float64).item()
     return math.exp(total / (len(sequences) * (sequences.shape[1] - 1)))  # the last token has no next one to predict
 
 
@@ -105,50 +108,25 @@ def table(found: Mapping[str, Mapping[int | None, float]]) -> tuple[list[dict[st
 def read_sequences(source: str, tokenizer: Any, *, length: int = 4096, count: int | None = None) -> Tensor:
     """(N, ``length``) rows of the texts of ``source``, cut one after the other; what is left of a text is left out.
 
+    They are the tokens that `retrofit distill` reads: an end-of-sequence token, if there is one, ends each document.
+
     Args:
-        source: a text file, a folder of ``.txt`` files (PG-19's ``test`` as published), or a dataset of the Hub with a
-            column ``text``, of which the split ``test`` is read.
+        source: anything :func:`retrofit.texts.sources.open_source` opens, documents or conversations; of a dataset the
+            split ``test``, if there is one. PG-19's ``test`` as published is a folder of texts.
         length: tokens per row.
         count: rows at most.
 
     Raises:
-        RetrofitError: nothing there, or no text as long as one row.
+        RetrofitError: nothing there, it cannot be read, or no text is as long as one row.
     """
-    rows: list[list[int]] = []
-    for text in _texts(source):
-        ids = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
-        rows += (ids[at : at + length] for at in range(0, len(ids) - length + 1, length))
+    opened = open_source(source, split=None, streaming=not at_home(source).exists())
+    column = find_column(opened, "text" if "text" in opened.columns else "auto")
+    rows: list[Tensor] = []
+    for text in TokenRows(opened, column, tokenizer, seq_len=sys.maxsize, batch=1):
+        pieces = torch.from_numpy(text["input_ids"]).long().split(length)
+        rows += (piece for piece in pieces if len(piece) == length)
         if count is not None and len(rows) >= count:
             break
     if not rows:
         raise RetrofitError(f"{source} holds no text of {length} tokens: give longer texts, or read shorter rows")
-    return torch.tensor(rows[:count])
-
-
-def _texts(source: str) -> Iterator[str]:
-    path = at_home(source)
-    if path.is_dir():
-        files = sorted(path.glob("*.txt"))
-        if not files:
-            raise RetrofitError(f"{path} holds no .txt files: give a folder with a text in each")
-    elif path.is_file():
-        files = [path]
-    elif path.suffix or source.count("/") > 1:
-        raise RetrofitError(f"there is no file or folder {source}: give a text file, a folder of them, or a dataset")
-    else:
-        yield from _dataset(source)
-        return
-    yield from map(read_text, files)
-
-
-def _dataset(name: str) -> Iterator[str]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise RetrofitError(f"reading {name} from the Hub takes the package datasets: pip install datasets") from error
-    try:
-        for row in load_dataset(name, split="test", streaming=True):
-            yield row["text"]
-    except Exception as error:  # no network, no such dataset, no such split or column
-        said = f"{name} is no file or folder here, and cannot be read from the Hub: {first_line(error)}"
-        raise RetrofitError(said) from error
+    return torch.stack(rows[:count])

@@ -5,6 +5,7 @@ should predict the value it was bound to. Random tokens keep the text itself fro
 """
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -39,16 +40,11 @@ def score_recall(
     Raises:
         RetrofitError: a length too short for that many bindings, or too few tokens to draw from.
     """
-    vocabulary = plain_tokens(tokenizer, rows[0].model.config.vocab_size)
+    vocabulary = check_bindings(rows, tokenizer, lengths, bindings)
     done = 0
     with ready(rows):
         for length in lengths:
             for count in bindings:
-                if length < 4 * count + 1 or len(vocabulary) < 3 * count:
-                    raise RetrofitError(
-                        f"{count} bindings do not fit into {length} tokens of {len(vocabulary)} different ones: ask "
-                        "for fewer, or for a greater length"
-                    )
                 for number in range(samples):
                     key = f"recall/{length}-{count}-{number}"
                     if key not in store:
@@ -59,6 +55,24 @@ def score_recall(
                     done += 1
                     if on_sample is not None:
                         on_sample(done)
+
+
+def check_bindings(
+    rows: Sequence[Contender], tokenizer: Any, lengths: Sequence[int], bindings: Sequence[int]
+) -> Tensor:
+    """The ids that are bound and fill up, if there are enough of them for every sequence.
+
+    Raises:
+        RetrofitError: there are not, or a length is too short for that many bindings.
+    """
+    vocabulary = plain_tokens(tokenizer, rows[0].model.config.vocab_size)
+    for length, count in product(lengths, bindings):
+        if length < 4 * count + 1 or len(vocabulary) < 3 * count:
+            raise RetrofitError(
+                f"{count} bindings do not fit into {length} tokens of {len(vocabulary)} different ones: ask for fewer, "
+                "or for a greater length"
+            )
+    return vocabulary
 
 
 def sequence(vocabulary: Tensor, length: int, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -94,8 +94,9 @@ def ruler_tasks(
 def _drawn(name: str, dice: random.Random, length: int, about: dict[str, Any]) -> Drawn:
     template, prefix = about["template"], about["answer_prefix"]
     if name == "vt":
-        example, variables = _variables(dice, 3, template, prefix)
-        make, answers = _variables(dice, 5, template, prefix)
+        other, value = map(str, dice.sample(range(10_000, 99_999), 2))
+        example, variables = _variables(dice, 3, other, template, prefix)
+        make, answers = _variables(dice, 5, value, template, prefix)
         first = "".join(example(3)) + " ".join(variables)
         return lambda filler: (f"{first}\n\n{make(filler)[0]}", make(filler)[1]), answers
     if name == "cwe":
@@ -110,12 +111,11 @@ def _drawn(name: str, dice: random.Random, length: int, about: dict[str, Any]) -
     return _question(name, dice, template, prefix)
 
 
-def _variables(dice: random.Random, letters: int, template: str, prefix: str) -> Drawn:
-    """A chain of five variables, each assigned the one before, hidden in noise."""
+def _variables(dice: random.Random, letters: int, value: str, template: str, prefix: str) -> Drawn:
+    """A chain of five variables, the first assigned ``value`` and each other the one before, hidden in noise."""
     names: dict[str, None] = {}
     while len(names) < 5:
         names["".join(dice.choices(string.ascii_uppercase, k=letters))] = None
-    value = str(dice.randrange(10_000, 99_999))
     chain = [
         f"VAR {name} = {source}" for name, source in zip(names, [value, *(f"VAR {n}" for n in names)], strict=False)
     ]

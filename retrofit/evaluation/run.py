@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from patches.errors import RetrofitError
 from retrofit.chat import check_template
-from retrofit.costs.held import state_bytes
+from retrofit.costs.held import kept_bytes
 from retrofit.evaluation import needle, questions, ruler
 from retrofit.evaluation.asking import means, run_tasks
 from retrofit.evaluation.benchmarks import departures, load_benchmark
@@ -20,13 +21,15 @@ from retrofit.evaluation.contenders import WINDOW_ONLY, Contender, load_contende
 from retrofit.evaluation.harness import run_harness
 from retrofit.evaluation.identity import identity
 from retrofit.evaluation.perplexity import POLICIES, perplexity_by_size, read_sequences, table
-from retrofit.evaluation.recall import recall_means, score_recall
+from retrofit.evaluation.recall import check_bindings, recall_means, score_recall
 from retrofit.evaluation.scores import gap_closed
 from retrofit.evaluation.settings import RULER, Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
-from retrofit.evaluation.text import by_distance, score_text
-from retrofit.files import check_file, check_output, read_text, write_json
+from retrofit.evaluation.text import by_distance, check_length, score_text
+from retrofit.files import check_file, check_output, write_json
 from retrofit.table import finite
+from retrofit.texts.tokens import read_documents
+from retrofit.untrusted import read_json
 
 SUMMARY = "eval.json"
 SHORTEST = 512  # tokens of a probe, unless asked for otherwise: any question fits
@@ -42,19 +45,22 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
     check_output(output, overwrite=True, data=[] if settings.data is None else [settings.data])
     for name in (SUMMARY, RESULTS):
         check_file(output / name, inputs)
+    before = read_json(output / SUMMARY) if (output / SUMMARY).is_file() else {"lossless": None}
+    if not isinstance(before, dict) or "lossless" not in before:
+        raise RetrofitError(f"{output / SUMMARY} was not written by `retrofit eval`: choose another folder")
     rows, tokenizer = load_contenders(
         settings.model, settings.adapters, window=settings.window, sinks=settings.sinks, dtype=settings.dtype
     )
     if settings.chat:
         check_template(tokenizer)
-    budget = lossless(rows)
+    budget, narrow = lossless(rows), min(row.window for row in rows if row.window is not None)
     lengths = settings.lengths or (max(2 * budget, SHORTEST), max(4 * budget, 2 * SHORTEST))
     sequences = None
     if settings.data is not None:
         length = settings.seq_len or 4 * budget
         sequences = read_sequences(settings.data, tokenizer, length=length, count=settings.eval_rows)
     probes = settings.asked()
-    text = None if settings.haystack is None else read_text(settings.haystack)
+    text = None if settings.haystack is None else read_documents(settings.haystack)
     if RULER in settings.probes and text is None:
         text = ruler.essays(_say)
     how: dict[str, Any] = {"seed": settings.seed, "chat": settings.chat}
@@ -70,7 +76,24 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
         name: load_benchmark(name, settings.benchmark_data, tokenizer, limit=settings.limit)
         for name in settings.benchmarks
     }
+    if sequences is not None:
+        check_length(rows, sequences.shape[1])
+    if "recall" in settings.probes:
+        check_bindings(rows, tokenizer, lengths, settings.bindings)
     store = ResultStore(output, asdict(settings), overwrite)
+    harness = None
+    if settings.tasks:
+        with ready(rows):
+            harness = run_harness(
+                {row.name: row.model for row in rows},
+                tokenizer,
+                settings.tasks,
+                limit=settings.limit,
+                include_path=settings.include_path,
+                apply_chat_template=settings.chat or None,
+                metadata={"max_seq_lengths": list(settings.task_lengths)} if settings.task_lengths else None,
+                output=output / "harness.json",
+            )["scores"]
     names = [row.name for row in rows]
     with _progress() as progress:
         if sequences is not None:
@@ -108,22 +131,9 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
                 on_cell=lambda *_: progress.advance(bar),
             )
             sizes = table(found)[0]
-    harness = None
-    if settings.tasks:
-        with ready(rows):
-            harness = run_harness(
-                {row.name: row.model for row in rows},
-                tokenizer,
-                settings.tasks,
-                limit=settings.limit,
-                include_path=settings.include_path,
-                apply_chat_template=settings.chat or None,
-                metadata={"max_seq_lengths": list(settings.task_lengths)} if settings.task_lengths else None,
-                output=output / "harness.json",
-            )["scores"]
     summary = {
         "settings": asdict(settings),
-        "rows": [_describe(row) for row in rows],
+        "rows": [_describe(row, narrow) for row in rows],
         "lossless": budget,
         "identity": identity(rows, tokenizer, settings.seed) if "identity" in settings.probes else None,
         "text": None if sequences is None else _text(store, rows, sequences.shape[1]),
@@ -142,16 +152,17 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
         "sizes": sizes,
         "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
     }
+    store.begin()
     write_json(output / SUMMARY, finite(summary))
     return summary
 
 
-def _describe(row: Contender) -> dict[str, Any]:
+def _describe(row: Contender, narrow: int) -> dict[str, Any]:
     memory = row.model.config.memory
     if row.teacher:
-        return {"name": row.name, "kind": "full attention", "window": None, "sinks": None, "state_bytes": None}
-    bytes_ = state_bytes(row.model)
-    return {"name": row.name, **{key: memory[key] for key in ("kind", "window", "sinks")}, "state_bytes": bytes_}
+        return {"name": row.name, "kind": "full attention", "window": None, "sinks": None, "kept_bytes": None}
+    kept = kept_bytes(row.model, narrow)
+    return {"name": row.name, **{key: memory[key] for key in ("kind", "window", "sinks")}, "kept_bytes": kept}
 
 
 def _text(store: ResultStore, rows: Sequence[Contender], length: int) -> list[dict[str, Any]]:

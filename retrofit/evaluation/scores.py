@@ -233,12 +233,12 @@ def _spread(values: Tensor, scored: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(*models: Any) -> Iterator[None]:
-    """Every model in eval mode inside the block, as it was after it."""
-    were_training = [model.training for model in models]
+    """Every model in eval mode inside the block, each of its modules as it was after it."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()
     try:
         yield
     finally:
-        for model, training in zip(models, were_training, strict=True):
-            model.train(training)
+        for module, training in modes:
+            module.training = training

@@ -44,7 +44,7 @@ class Settings(Checked):
     )
     samples: int = setting(5, "Samples of a probe at each length and depth.", least=1)
     bindings: tuple[int, ...] = setting((1, 4, 16), "Pairs to remember in recall; repeat for more.", least=1)
-    haystack: str | None = setting(None, "Text file to hide needles in (default: made-up sentences).")
+    haystack: str | None = setting(None, "Text to hide needles in (default: made-up sentences).")
     chat: bool = setting(False, "Ask through the tokenizer's chat template.")
     benchmarks: tuple[str, ...] = setting(
         (), "Published benchmark: longbench, lveval, infinitebench or ...-own; repeat for more.", flag="--benchmark"
@@ -62,7 +62,7 @@ class Settings(Checked):
         (),
         "Tokens that the training-free policies keep; measures their perplexity on the text; repeat for more.",
         flag="--size",
-        least=1,
+        least=5,
     )
     seed: int = setting(0, "Seed of the probes.", least=0, most=2**32 - 1)
     chunk: int = setting(2048, "Tokens per forward pass.", least=1)

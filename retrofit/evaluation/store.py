@@ -14,16 +14,16 @@ class ResultStore:
     """Everything measured so far, in a JSONL file whose first line says with what settings.
 
     Raises:
-        RetrofitError: the folder holds results of other settings, or a line that is none of ours.
+        RetrofitError: the file holds results of other settings, or a line that is none of ours; if it is overwritten,
+            its first line is looked at alone.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], overwrite: bool = False) -> None:
         """``settings``: what the results depend on; anything JSON holds."""
-        self.path = folder / RESULTS
+        self.path, self.settings, self.begun = folder / RESULTS, settings, False
         self.done: dict[str, dict[str, Any]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = [] if overwrite or not self.path.is_file() else self._whole_lines()
-        if lines:
+        lines = self._whole_lines(only_first=overwrite) if self.path.is_file() else []
+        if lines and not overwrite:
             before = lines[0].get("settings")
             if before != json.loads(json.dumps(settings)):
                 changed = sorted(key for key in settings if (before or {}).get(key) != settings[key])
@@ -32,12 +32,17 @@ class ResultStore:
                     f"{self.path} holds results of other settings{what}: choose another folder, or pass --overwrite"
                 )
             self.done = {line["key"]: line for line in lines[1:]}
-        # written anew: the last line of an interrupted run may be cut short
-        kept = [{"settings": settings}, *self.done.values()]
-        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def begin(self) -> None:
+        """Write the file anew, once: the last line of an interrupted run may be cut short."""
+        if not self.begun:
+            kept = [{"settings": self.settings}, *self.done.values()]
+            write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.begun = True
 
     def add(self, key: str, **values: Any) -> None:
-        """Keep one result under ``key``; it is on disk when this returns."""
+        """Keep one result under ``key``; it is on disk when this returns. Before the first one nothing is written."""
+        self.begin()
         line = {"key": key, **values}
         self.done[key] = line
         with self.path.open("a", encoding="utf-8") as file:
@@ -50,8 +55,8 @@ class ResultStore:
         """The results that have these values, in the order in which they came."""
         return [line for line in self.done.values() if all(line.get(key) == value for key, value in wanted.items())]
 
-    def _whole_lines(self) -> list[dict[str, Any]]:
-        texts = self.path.read_bytes().splitlines()
+    def _whole_lines(self, only_first: bool) -> list[dict[str, Any]]:
+        texts = self.path.read_bytes().splitlines()[: 1 if only_first else None]
         lines: list[dict[str, Any]] = []
         for number, text in enumerate(texts, start=1):
             try:

@@ -31,11 +31,8 @@ def score_text(
     Raises:
         RetrofitError: the sequences end within the narrowest window.
     """
+    check_length(rows, sequences.shape[1])
     start = lossless(rows)
-    if sequences.shape[1] < start + 2:
-        raise RetrofitError(
-            f"rows of {sequences.shape[1]} tokens never leave a window of {start}: score {start + 2} or more"
-        )
     edges = distances(rows, sequences.shape[1])
     with ready(rows):
         for number, ids in enumerate(sequences):
@@ -44,6 +41,17 @@ def score_text(
                 store.add(key, kind="text", **_score(rows, ids[None].to(rows[0].model.device), start, edges, chunk))
             if on_sequence is not None:
                 on_sequence(number + 1)
+
+
+def check_length(rows: Sequence[Contender], length: int) -> None:
+    """Refuse sequences of which no position can be scored.
+
+    Raises:
+        RetrofitError: they end within the narrowest window.
+    """
+    start = lossless(rows)
+    if length < start + 2:
+        raise RetrofitError(f"rows of {length} tokens never leave a window of {start}: score {start + 2} or more")
 
 
 def distances(rows: Sequence[Contender], length: int) -> list[int]:

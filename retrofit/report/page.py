@@ -110,7 +110,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         (figure(own, "kl_gap_closed"), ".1%", f"of the KL gap closed{equal}"),
         (figure(own, "kl"), ".4f", f"nats KL to the teacher{beside(figure(WINDOW_ONLY, 'kl'), WINDOW_ONLY)}"),
         (figure(own, "nll"), ".4f", f"nats NLL{beside(figure(TEACHER, 'nll'), TEACHER)}"),
-        (figure(own, "state_bytes"), ",.0f", "bytes of state per layer"),
+        (figure(own, "kept_bytes"), ",.0f", "bytes per layer beside the window"),
         (number(run.metrics["parameters"].get("memory")), ",.0f", "parameters fitted"),
     ]
     return [(f"{value:{spec}}", what) for value, spec, what in facts if value is not None]

@@ -13,10 +13,14 @@ TRAINING = {
     "kl": ("KL to teacher, nats", ".4f"),
     "kl_gap_closed": ("KL gap closed", ".1%"),
     "nll": ("NLL, nats", ".4f"),
-    "state_bytes": ("state bytes per layer", ",.0f"),
+    "kept_bytes": ("bytes per layer beside the window", ",.0f"),
     "seconds": ("fitted in, s", ",.0f"),
 }
-EVALUATION = {"window": TRAINING["window"], "sinks": ("sinks", ",.0f"), "state_bytes": TRAINING["state_bytes"]}
+EVALUATION = {
+    "window": TRAINING["window"],
+    "sinks": ("sinks", ",.0f"),
+    "kept_bytes": TRAINING["kept_bytes"],
+}
 EVALUATION |= {key: TRAINING[key] for key in ("kl", "kl_gap_closed", "nll")} | {"recall": ("keyed recall", ".1%")}
 COSTS = {
     "length": ("context, tokens", ",.0f"),

@@ -1,8 +1,8 @@
 """Many sequences in one step, each with a page of fixed size: what an engine that batches keeps of a bounded memory.
 
 An engine hands out pages; a page holds all that one layer keeps of one sequence: keys and values of sinks and window,
-write gates, the memory's state. The equations are the memory's own: sequences that decode are given to it as a
-left-padded batch, all others one by one, on a cache layer whose tensors lie in the page. Knows no engine.
+write gates, the memory's state. The equations are the memory's own: sequences that decode are given to it as a batch of
+texts of different length, all others one by one, on a cache layer whose tensors lie in the page. Knows no engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from patches.cache import MemoryCacheLayer
-from patches.compressive import Compressive
 from patches.errors import RetrofitError
-from patches.memory import Joined, Kept, Memory
-from patches.padding import Starts
+from patches.memory import Joined, Kept, Memory, Step
 from patches.precision import wide
 from patches.rotary import Rotary
-from patches.step import Pass, Step
-from patches.window_only import WindowOnly
+from patches.sequence import Pass, Starts
 
 STATE = "state."  # in front of a state tensor's name in a page
 Pages = Mapping[str, Tensor]  # by name: (pages, *shape)
@@ -49,16 +46,14 @@ class Together:
     Attributes:
         at, seen, pages: their places in the step, tokens seen and pages, each ``(B,)``.
         most: the largest of ``seen``.
-        now: the pass that they are to a memory: shorter ones are padded on the left.
+        now: the pass that they are to a memory.
     """
 
     def __init__(self, shares: list[Share], rotary: Rotary, device: torch.device):
         columns = zip(*((share.first, share.seen, share.page) for share in shares), strict=True)
         self.at, self.seen, self.pages = (torch.tensor(column, device=device) for column in columns)
         self.most = max(share.seen for share in shares)
-        pads = tuple(self.most - share.seen for share in shares)
-        starts = Starts(pads, tuple(-pad for pad in pads)) if any(pads) else Starts()
-        self.now = Pass(self.most, 1, starts, True, rotary, device, device, full=True)
+        self.now = Pass(self.most, 1, Starts(), True, rotary, device, device, decoding=True, index=self.seen)
 
 
 class Batch:
@@ -81,7 +76,7 @@ class Batch:
         *,
         together: bool = True,
     ):
-        """Args: ``capacity`` is S + W; with ``together`` off nothing that evicts is batched (:func:`can_batch`)."""
+        """Args: ``capacity`` is S + W; with ``together`` off nothing that evicts is batched (``decodes_ragged``)."""
         filling = [share for share in shares if share.count == 1 and 0 < share.seen < capacity]
         evicting = [share for share in shares if share.count == 1 and share.seen > capacity and together]
         rest = [share for share in shares if share.count and share not in {*filling, *evicting}]
@@ -90,8 +85,8 @@ class Batch:
         self.rest = []
         for share in rest:
             leaves = share.seen + share.count > capacity
-            full = share.count == 1 and share.seen > capacity
-            now = Pass(share.seen, share.count, Starts(), leaves, rotary, device, device, full=full)
+            decodes = share.count == 1 and share.seen > capacity
+            now = Pass(share.seen, share.count, Starts(), leaves, rotary, device, device, decoding=decodes)
             self.rest.append((share, now))
         self.fresh = torch.tensor([share.page for share in rest if not share.seen], dtype=torch.long, device=device)
         self.tokens = sum(share.count for share in shares)
@@ -166,7 +161,7 @@ class PagedMemory:
             heads, added = self._attend(work, group.at, len(group.at), layer, group.now, key_bias)
             for name, tensor in layer.state.items():
                 pages[STATE + name][group.pages] = tensor
-            work.put(group.at, heads[:, 0], None if added is None else added[:, 0])
+            work.put(group.at, heads[:, :, 0], None if added is None else added[:, 0])
         for share, now in batch.rest:
             tokens = slice(share.first, share.first + share.count)
             if not now.evicting:
@@ -175,14 +170,16 @@ class PagedMemory:
             layer = self._layer(pages, share)
             heads, added = self._attend(work, tokens, 1, layer, now, key_bias)
             self._keep(pages, layer, share.page)
-            work.put(tokens, heads[0], None if added is None else added[0])
+            work.put(tokens, heads[0].transpose(0, 1), None if added is None else added[0])
         return work.heads, work.added
 
     def _fill(self, pages: Pages, work: _Work, group: Together) -> None:
         """One token of each sequence, none evicted: plain attention over the rows that are there."""
         keys, values = pages["keys"], pages["values"]
         keys[group.pages, :, group.seen], values[group.pages, :, group.seen] = work.k[group.at], work.v[group.at]
-        self._note_gates(pages, work.x[group.at], (group.pages, group.seen))
+        gates = self.memory.write_gates(work.x[group.at].unsqueeze(1))
+        if gates is not None:
+            pages["gates"][group.pages, :, self._ring_place(group.seen)] = gates[:, 0]
         rows = group.most + 1
         there = torch.arange(rows, device=keys.device) <= group.seen[:, None]
         k, v = keys[group.pages, :, :rows], values[group.pages, :, :rows]
@@ -194,15 +191,17 @@ class PagedMemory:
         there = slice(share.seen, share.seen + share.count)
         keys, values = pages["keys"][share.page], pages["values"][share.page]
         keys[:, there], values[:, there] = work.k[tokens].transpose(0, 1), work.v[tokens].transpose(0, 1)
-        self._note_gates(pages, work.x[tokens], (share.page, there))
+        gates = self.memory.write_gates(work.x[tokens].unsqueeze(0))
+        if gates is not None:
+            newest = torch.arange(max(there.start, there.stop - self.memory.window), there.stop, device=keys.device)
+            pages["gates"][share.page, :, self._ring_place(newest)] = gates[0, newest - there.start].mT
         mask = torch.ones(share.count, there.stop, dtype=torch.bool, device=keys.device).tril(share.seen)
         q, k, v = work.q[tokens].transpose(0, 1)[None], keys[None, :, : there.stop], values[None, :, : there.stop]
         return _attention(q, k, v, mask, self.scale)[0].transpose(0, 1)
 
-    def _note_gates(self, pages: Pages, x: Tensor, where: tuple[Tensor | int, Tensor | slice]) -> None:
-        gates = self.memory.write_gates(x.unsqueeze(0))
-        if gates is not None:
-            pages["gates"][where] = gates[0]
+    def _ring_place(self, token: Any) -> Any:
+        """Where gates of a token are kept; those of a sink are never read."""
+        return (token - self.memory.sinks) % self.memory.window
 
     def _attend(
         self, work: _Work, at: Tensor | slice, rows: int, layer: MemoryCacheLayer, now: Pass, key_bias: Tensor | None
@@ -211,7 +210,7 @@ class PagedMemory:
         x, q, k, v = (tensor[at].unflatten(0, (rows, -1)) for tensor in (work.x, work.q, work.k, work.v))
         bias = key_bias if self.memory.needs_key_bias else None
         q, k, v = (h.transpose(1, 2) for h in (q, k, v))
-        now = now if self.rotates else now.still()
+        now = now if self.rotates else now.unrotated()
         joined = self.memory(Step(now, x, q, k, v, layer, self.scale, key_bias=bias))
         assert joined is not None  # something is evicted
         return joined
@@ -220,61 +219,49 @@ class PagedMemory:
         """One sequence's page as the cache layer that the memory knows; its tensors are the page's own."""
         memory, here = self.memory, slice(share.page, share.page + 1)
         layer = MemoryCacheLayer(memory.kind, memory.window, memory.sinks)
+        layer.aligned = True
         if not share.seen:
             return layer
-        layer.evicting = share.seen > memory.capacity
-        rows = min(share.seen, memory.capacity)
-        layer.keys, layer.values = pages["keys"][here, :, :rows], pages["values"][here, :, :rows]
-        if "gates" in pages:
-            layer.gates = pages["gates"][here, : memory.window if layer.evicting else rows]
-        if layer.evicting:
-            for name, kept in memory.state_tensors(pages["keys"].dtype, share.seen).items():
-                # rows of a memory that founds them one after the other come in front
-                layer.state[name] = pages[STATE + name][here][_corner((1, *kept.shape))]
-        layer.seen, layer.is_initialized = share.seen, True
-        layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
+        kept = min(share.seen, memory.capacity)
+        gates = pages["gates"][here, :, : max(kept - memory.sinks, 0)] if "gates" in pages else None
+        layer.hold(pages["keys"][here, :, :kept], pages["values"][here, :, :kept], gates)
+        for name, shape in memory.state_shapes(share.seen).items():
+            # rows of a memory that founds them one after the other come in front
+            layer.state[name] = pages[STATE + name][here][_corner((1, *shape))]
         return layer
 
     def _keep(self, pages: Pages, layer: MemoryCacheLayer, page: int) -> None:
         """Put back what the memory has replaced."""
-        held = {"keys": layer.keys, "values": layer.values}
-        if layer.gates is not None:
-            held["gates"] = layer.gates
-        held |= {STATE + name: tensor for name, tensor in layer.state.items()}
-        for name, tensor in held.items():
+        for name, tensor in layer.named_tensors().items():
             there = pages[name][page]
             if tensor.data_ptr() != there.data_ptr():
                 there[_corner(tensor.shape[1:])] = tensor[0]
 
 
 class _Decoding(MemoryCacheLayer):
-    """The pages of sequences that all evict one token, as one cache layer: each row's ring stands at its own place."""
+    """The pages of sequences that all evict one token, as one cache layer."""
 
     def __init__(self, memory: Memory, pages: Pages, group: Together):
         super().__init__(memory.kind, memory.window, memory.sinks)
-        self.pages, self.group = pages, group
-        self.seen, self.evicting, self.is_initialized = group.most, True, True
+        self.pages, self.group, self.aligned, self.is_initialized = pages, group, True, True
         self.state = {name: pages[STATE + name][group.pages] for name in memory.state_tensors(torch.float32)}
 
-    def push(
-        self, k: Tensor, v: Tensor, gates: Tensor | None, places: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        page, place = self.group.pages, self.group.seen % self.window
-        keys, values, row = self.pages["keys"], self.pages["values"], self.sinks + place
-        evicted = keys[page, :, row].unsqueeze(2), values[page, :, row].unsqueeze(2)
-        keys[page, :, row], values[page, :, row] = k[:, :, 0], v[:, :, 0]
-        old = None
-        if gates is not None:
-            old = self.pages["gates"][page, place].unsqueeze(1)
-            self.pages["gates"][page, place] = gates[:, 0]
-        self.keys, self.values = keys[page], values[page]
-        self.seen += 1
+    def take_tensors(self) -> None:
+        """Nothing to do: pages are there to be written to, and the state is a copy of theirs."""
+
+    def replace(self, now: Pass, k: Tensor, v: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        (in_ring, place), pages = now.places(self.window, self.sinks), self.pages
+        evicted = self._exchange(pages["keys"], place, k), self._exchange(pages["values"], place, v)
+        old = None if gates is None else self._exchange(pages["gates"], in_ring, gates)
+        self.keys, self.values = pages["keys"][self.group.pages], pages["values"][self.group.pages]
         return *evicted, old
 
-
-def can_batch(memory: Memory) -> bool:
-    """Whether decoding does not depend on where in the ring a token lies, so that each row may have its own place."""
-    return isinstance(memory, WindowOnly) and not isinstance(memory, Compressive)  # which hides parts of the ring
+    def _exchange(self, held: Tensor, place: Tensor, new: Tensor) -> Tensor:
+        """Write ``new`` (B, H, 1, ...) at each sequence's place in its page, and return what was there."""
+        at = self.group.pages, slice(None), place.expand(len(new))
+        old = held[at].unsqueeze(2)
+        held[at] = new.squeeze(2)
+        return old
 
 
 def page_fields(memory: Memory, dtype: torch.dtype) -> dict[str, Kept]:
@@ -293,8 +280,7 @@ def page_fields(memory: Memory, dtype: torch.dtype) -> dict[str, Kept]:
             f"memory {memory.kind!r} {why}, and an engine that batches has pages of fixed size: serve it one request "
             "at a time, retrofit serve --engine transformers"
         )
-    rows = memory.capacity
-    shape = (memory.kv_heads, rows, memory.head_dim)
+    shape = (memory.kv_heads, memory.capacity, memory.head_dim)
     fields = {"keys": Kept(shape, dtype), "values": Kept(shape, dtype)}
     first = next(memory.parameters(), None)
     with torch.no_grad():
@@ -302,7 +288,7 @@ def page_fields(memory: Memory, dtype: torch.dtype) -> dict[str, Kept]:
             torch.zeros(1, 1, memory.hidden_size, device=first.device if first is not None else None)
         )
     if gates is not None:
-        fields["gates"] = Kept((rows, gates.shape[-1]), wide(dtype))
+        fields["gates"] = Kept((gates.shape[-1], memory.window), wide(dtype))
     return fields | {STATE + name: kept for name, kept in state.items()}
 
 

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from patches.errors import RetrofitError
 from patches.memory import Memory
 
-from .pages import Batch, PagedMemory, Share, can_batch
+from .pages import Batch, PagedMemory, Share
 from .vllm_config import OPERATOR
 
 
@@ -41,7 +41,7 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = [vllm_config.compilation_config.static_forward_context[name] for name in layer_names]
         self.capacity, self.rotary = layers[0].memory.capacity, layers[0].tables
-        self.together = all(can_batch(layer.memory) for layer in layers)
+        self.together = all(layer.memory.decodes_ragged for layer in layers)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
         step = common_attn_metadata

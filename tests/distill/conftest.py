@@ -1,11 +1,9 @@
 """A tiny checkpoint folder with a word tokenizer, a text, rows of random tokens, a patched model and a recipe."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -57,25 +55,6 @@ def rows() -> PackedRows:
     """24 rows of 40 random tokens."""
     tokens = torch.randint(3, WORDS, (24 * 40,), generator=torch.Generator().manual_seed(1))
     return PackedRows(tokens, 40)
-
-
-@pytest.fixture
-def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache of ``datasets``, in a folder of this test's own."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path / "cache"
-
-
-@pytest.fixture(scope="session")
-def chat_tokenizer(byte_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """A token per byte, two that begin and end a turn, and a template that writes them."""
-    tokenizer = copy.deepcopy(byte_tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-    )
-    return tokenizer
 
 
 @pytest.fixture

@@ -146,4 +146,4 @@ def test_matches_the_reference_implementation() -> None:
     identity = torch.eye(reference.shape[-1])
     for form in (naive_kl, chunked_kl):
         kl = form(memory[scored], reference[scored], identity).sum() / scored.sum()
-        torch.testing.assert_close(kl, oracle["train.kl_loss"].squeeze(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(kl, oracle["train.kl_loss"].squeeze(), rtol=0, atol=4e-7)

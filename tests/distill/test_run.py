@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -17,12 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import retrofit
 from distill import DistillTrainer, distill
+from distill import run as distill_run
+from distill.callbacks import ShowProgress
 from distill.checkpoint import checkpoints, damage, write_checksums
 from distill.recipe import Recipe
 from distill.resume import last_whole
 from patches.errors import RetrofitError
 from patches.options import LARGEST
 from retrofit.adapter import WEIGHTS
+from retrofit.files import only_writer
 from retrofit.settings import settings
 
 MakeBase = Callable[..., PreTrainedModel]
@@ -46,6 +50,26 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.S
     monkeypatch.setattr(DistillTrainer, "training_step", training_step)
 
 
+@pytest.mark.parametrize(("batch", "accumulated"), [(100_000, 1), (30, 1), (20, 3)])
+def test_the_speed_counts_the_rows_that_each_step_reads(
+    batch: int, accumulated: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, told, step = [0], [], DistillTrainer.training_step
+
+    def training_step(self: DistillTrainer, model: Any, inputs: Any, *args: Any) -> Any:
+        read[0] += len(inputs["input_ids"])
+        return step(self, model, inputs, *args)
+
+    def on_log(self: ShowProgress, args: Any, state: Any, *others: Any, **logs: Any) -> None:
+        told.append((self.rows_read(state.global_step), read[0]))
+
+    monkeypatch.setattr(DistillTrainer, "training_step", training_step)
+    monkeypatch.setattr(ShowProgress, "on_log", on_log)
+    distill(changed(recipe, steps=4, batch_size=batch, gradient_accumulation_steps=accumulated))
+    assert told[-1][1] > 0
+    assert all(shown == real for shown, real in told), told
+
+
 def test_a_run_writes_everything(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = distill(recipe)
     run = Path(str(recipe.output))
@@ -57,9 +81,9 @@ def test_a_run_writes_everything(recipe: Recipe, capsys: pytest.CaptureFixture[s
     assert list(rows) == ROWS
     assert (rows["teacher"]["kl"], rows["teacher"]["kl_gap_closed"]) == (0.0, 1.0)
     assert rows["window-only"]["kl_gap_closed"] == 0.0
-    state = 4 * 4 * 16 * 16
-    assert [rows[name]["state_bytes"] for name in ROWS] == [None, 0, state, state]
-    assert [rows[name]["window"] for name in ROWS] == [None, 6, 22, 6]
+    kept = 4 * (4 * 16 * 16 + 6 * 8)  # the state, and two gates of four heads for each of 6 tokens
+    assert [rows[name]["kept_bytes"] for name in ROWS] == [None, 0, 17 * 256, kept]
+    assert [rows[name]["window"] for name in ROWS] == [None, 6, 23, 6]
     assert rows["ahn-gdn"]["seconds"] > 0
     assert all(math.isfinite(row["nll"]) for row in rows.values())
     curve = metrics["curve"]
@@ -132,6 +156,30 @@ def test_another_run_is_not_replaced_unless_asked(recipe: Recipe) -> None:
     distill(changed(recipe, steps=1), overwrite=True)
     assert [path.name for path in checkpoints(run)] == ["checkpoint-1"]
     assert (run / "note.txt").read_text() == "mine"
+
+
+def test_a_run_keeps_its_folder_from_its_first_moment_to_its_last(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the base is loaded, and while the results are written."""
+    fork, codes = multiprocessing.get_context("fork"), []
+
+    def asked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            other = fork.Process(target=lambda: only_writer(str(recipe.output)).__enter__())
+            other.start()
+            other.join()
+            codes.append(other.exitcode)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    for name in ("load_rows", "export_model"):
+        monkeypatch.setattr(f"distill.run.{name}", asked(getattr(distill_run, name)))
+    distill(changed(recipe, steps=1))
+    assert codes == [1, 1]
+    asked(int)()
+    assert codes[-1] == 0
 
 
 def test_resuming_on_another_base_is_refused(recipe: Recipe, make_base: Callable[..., PreTrainedModel]) -> None:
@@ -261,11 +309,26 @@ def test_a_first_step_that_fails_leaves_nothing(recipe: Recipe, monkeypatch: pyt
     assert not (run.parent / "new").exists()
 
 
+def test_a_run_says_that_it_compiles(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its first step, which takes so long that nothing seems to happen."""
+
+    def first(*_: Any) -> None:
+        raise RetrofitError("the first step")
+
+    monkeypatch.setattr(DistillTrainer, "training_step", first)
+    for compiled in (False, True):
+        with pytest.raises(RetrofitError, match="the first step"):
+            distill(changed(recipe, torch_compile=compiled))
+        assert ("compiling: the first step takes minutes" in capsys.readouterr().err) is compiled
+
+
 def test_drafts_of_a_killed_run_are_cleaned(recipe: Recipe) -> None:
     run = Path(str(recipe.output))
     distill(changed(recipe, steps=1))
     names = {path.name for path in run.iterdir()}
-    for name in (".model.abc", ".adapter.old.x1", ".saving"):
+    for name in (".model.abcd_123.retrofit", ".adapter.x1.retrofit", ".saving"):
         (run / name).mkdir()
     distill(changed(recipe, steps=1), resume=True)
     assert {path.name for path in run.iterdir()} == names

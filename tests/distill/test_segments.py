@@ -16,9 +16,9 @@ from distill.recipe import Recipe, read_recipe
 from distill.run import distill
 from distill.simulate import Tracker, checkpoint_layers
 from patches.errors import RetrofitError
+from tests.conftest import FAMILIES, OTHERS
 from tests.helpers import TRAINABLE, S, W, awake
 
-FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")
 LENGTH = 41
 
 
@@ -61,6 +61,19 @@ def test_segments_give_the_losses_and_gradients_of_whole_rows(make: Any, kind: s
     in_pieces, in_pieces_gradients = scored(model, Objective(segment=size), rows)
     torch.testing.assert_close(in_pieces, losses, rtol=1e-9, atol=1e-12)
     assert len(gradients) == len(in_pieces_gradients) > 0
+    for ours, whole in zip(in_pieces_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_segments_of_every_family(make_base: Callable[..., PreTrainedModel], family: str, checkpointing: bool) -> None:
+    model, rows = awake(make_base(family).double(), "joint").train(), batch()
+    losses, gradients = scored(model, Objective(), rows)
+    if checkpointing:
+        checkpoint_layers(model)
+    in_pieces, in_pieces_gradients = scored(model, Objective(segment=7), rows)
+    torch.testing.assert_close(in_pieces, losses, rtol=1e-9, atol=1e-12)
     for ours, whole in zip(in_pieces_gradients, gradients, strict=True):
         torch.testing.assert_close(ours, whole, rtol=1e-9, atol=1e-12)
 

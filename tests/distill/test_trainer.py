@@ -15,11 +15,13 @@ import retrofit
 from distill import DistillArguments, DistillTrainer
 from distill.arguments import CHECKPOINTING
 from distill.checkpoint import checkpoints
-from distill.data.rows import PackedRows
+from distill.data.rows import DocumentRows, PackedRows, text_item
 from distill.data.split import load_rows
 from patches.errors import RetrofitError
 from retrofit.evaluation.scores import evaluate
+from tests.helpers import awaken, tokens
 
+MakeBase = Callable[..., PreTrainedModel]
 Model = Any
 
 
@@ -36,6 +38,12 @@ def make_trainer(model: Model, rows: Any, folder: Path, callbacks: Any = None, *
         "use_cpu": True,
     }
     return DistillTrainer(model, DistillArguments(**{**defaults, **settings}), rows, rows.head(5), callbacks=callbacks)
+
+
+def lengths_of(*lengths: int) -> DocumentRows:
+    """Four rows of each of these lengths."""
+    documents = [{"input_ids": tokens(1, length, seed)[0]} for seed in range(4) for length in lengths]
+    return DocumentRows(documents, [*lengths] * 4, max(lengths))
 
 
 def memory(model: Model) -> dict[str, Tensor]:
@@ -235,7 +243,7 @@ def test_checkpoints_hold_the_memory_and_not_the_base(
     assert [folder.name for folder in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
     assert not (tmp_path / ".saving").exists()
     last = tmp_path / "checkpoint-4"
-    expected = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    expected = {"adapter_config.json", "adapter_model.safetensors", "README.md", ".retrofit"}
     expected |= {"checksums.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
     assert {path.name for path in last.iterdir()} == expected
     saved = load_file(last / "adapter_model.safetensors")
@@ -349,3 +357,34 @@ def test_a_batch_within_the_window_gives_every_parameter_a_gradient_of_zero(
     loss.backward()
     assert loss.item() == 0
     assert all(not parameter.grad.any() for _, parameter in model.memory_parameters())
+
+
+@pytest.mark.parametrize("local_steps", [0, 8])
+def test_a_wider_layer_gets_a_gradient_from_every_batch(make_base: MakeBase, tmp_path: Path, local_steps: int) -> None:
+    """Also from one whose rows lie within its window: processes wait for one another's gradients."""
+    model = awaken(retrofit.patch(make_base("Qwen2"), "ahn-gdn", 6, 2, by_layer={"1": {"window": 30}}))
+    settings = {"per_device_train_batch_size": 1, "max_steps": 8, "local_steps": local_steps}
+    trainer = make_trainer(model, lengths_of(20, 40), tmp_path, **settings)
+    short = {key: part[None] for key, part in text_item(tokens(1, 20)[0]).items()}
+    trainer.compute_loss(model, short).backward()
+    gradients = {name: parameter.grad for name, parameter in model.memory_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    assert {int(name.split(".")[2]) for name, gradient in gradients.items() if gradient.any()} == {0}
+    before = memory(model)
+    trainer.train()
+    changed = {name for name, value in memory(model).items() if not torch.equal(value, before[name])}
+    assert {int(name.split(".")[2]) for name in changed} == {0, 1}
+
+
+@pytest.mark.parametrize("local_steps", [0, 2])
+def test_rows_from_which_a_layer_learns_nothing_are_refused(
+    make_base: MakeBase, tmp_path: Path, local_steps: int
+) -> None:
+    model = retrofit.patch(make_base("Qwen2"), "ahn-gdn", 6, 2, by_layer={"1": {"window": 30}})
+    trainer = make_trainer(model, lengths_of(20, 33), tmp_path, local_steps=local_steps)
+    with pytest.raises(RetrofitError, match="none of the 8 training rows has anything to learn beyond 32 tokens"):
+        make_trainer(model, lengths_of(20, 32), tmp_path, local_steps=local_steps).train()
+    labels = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in trainer.train_dataset]
+    with pytest.raises(RetrofitError, match="has anything to learn beyond 32"):
+        trainer.objective.check_rows(labels, 32)
+    assert not list(tmp_path.iterdir())

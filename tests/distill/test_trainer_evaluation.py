@@ -38,6 +38,27 @@ def test_the_best_checkpoint_is_kept_and_loaded(
     assert damage(best) == ""
 
 
+@pytest.mark.parametrize(
+    ("kls", "best"),
+    [([0.1, 0.3, 0.2, 0.4], 1), ([0.3, 0.1, 0.2, 0.4], 2), ([0.4, 0.3, 0.1, 0.2], 3), ([0.2, 0.4, 0.3, 0.1], 4)],
+)
+def test_an_evaluation_between_two_checkpoints_may_be_the_best(
+    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kls: list[float], best: int
+) -> None:
+    """That at the end of the local steps (step 3) or another one: what is chosen has a checkpoint, and it is loaded."""
+    found = iter(kls)
+    monkeypatch.setattr(DistillTrainer, "_kl_by_distance", lambda self, one, data: {"": next(found)})
+    settings = {"max_steps": 4, "local_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 4}
+    trainer = make_trainer(model, rows, tmp_path, load_best_model_at_end=True, **settings)
+    trainer._window_only_kl["eval"] = trainer.eval_dataset, {"": 1.0}
+    trainer.train()
+    assert (trainer.state.best_global_step, trainer.state.best_metric) == (best, 0.1)
+    saved = load_file(tmp_path / f"checkpoint-{best}" / "adapter_model.safetensors")
+    for name, parameter in memory(model).items():
+        assert torch.equal(parameter, saved[f"base_model.model.{name}"]), name
+    assert damage(tmp_path / f"checkpoint-{best}") == ""
+
+
 def test_early_stopping_stops_at_the_step_after_the_best(
     model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Invariant 7: once the window is full, the cache's measured bytes do not grow."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import retrofit
-from patches.kinds import KINDS
-from tests.helpers import ON_A_WINDOW, S, W, awake, feed, tokens
+from retrofit.costs.held import row_bytes
+from retrofit.evaluation.baselines import equal_memory_window, window_only
+from tests.helpers import ON_A_WINDOW, SIZE, S, W, awake, feed, tokens
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,7 +36,7 @@ def test_in_half_precision(kind: str, half: tuple[PreTrainedModel, torch.dtype, 
 
 
 @pytest.mark.parametrize("kind", ON_A_WINDOW)
-def test_the_bytes_are_sinks_window_gates_and_state(partner: PreTrainedModel, kind: str) -> None:
+def test_a_kind_on_a_window_keeps_no_other_rows(partner: PreTrainedModel, kind: str) -> None:
     for dtype in DTYPES:
         model = awake(partner.to(dtype), kind)
         _, cache = feed(model, tokens(3, 64), [64])
@@ -44,19 +46,47 @@ def test_the_bytes_are_sinks_window_gates_and_state(partner: PreTrainedModel, ki
         rows = cache.layers[0].keys.numel() + cache.layers[0].values.numel()
         assert cache.layers[0].keys.dtype == dtype
         assert rows <= 3 * 2 * 2 * 16 * (W + S) * 2, "keys and values kept beyond sinks and window"
-        state = sum(tensor.numel() * tensor.element_size() for tensor in cache.layers[0].state.values())
-        assert state == 3 * retrofit.state_bytes(model)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ON_A_WINDOW])
-def test_state_bytes_are_what_is_held_beyond_sinks_window_and_gates(partner: PreTrainedModel, kind: str) -> None:
-    for dtype in DTYPES:
-        model = awake(partner.to(dtype), kind)
-        layer = feed(model, tokens(3, 64), [64])[1].layers[0]
-        held = sum(tensor.numel() * tensor.element_size() for tensor in layer.tensors())
-        gates = 0 if layer.gates is None else layer.gates.numel() * layer.gates.element_size()
-        rows = (W + S) * 2 * 2 * 16 * dtype.itemsize  # keys and values of two heads of 16
-        assert held - gates - 3 * rows == 3 * retrofit.state_bytes(model)
+def kept(model: Any) -> int:
+    """Bytes of a full cache in the layers that have a window, but for the sinks' keys and values."""
+    _, cache = feed(model, tokens(1, 200), [200])
+    layers = [cache.layers[index] for index in model.model.memories()]
+    return retrofit.cache_bytes(SimpleNamespace(layers=layers)) - len(layers) * S * row_bytes(model.config, model.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_beside_the_window_are_those_of_a_full_cache(
+    base: PreTrainedModel, kind: str, dtype: torch.dtype
+) -> None:
+    model = awake(base.to(dtype), kind)
+    held, row, layers = kept(model), row_bytes(model.config, dtype), len(model.model.memories())
+    assert held - layers * W * row == layers * retrofit.kept_bytes(model)
+    wide = kept(window_only(model, equal_memory_window(model)))
+    assert 0 <= wide - held < layers * row, "not the window of as many bytes"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_kept_bytess_and_sizes_by_layer(partner: PreTrainedModel, kind: str, dtype: torch.dtype) -> None:
+    for by_layer in ({"0": {"window": 16}}, {"1": SIZE.get(kind, {})}, {"0": SIZE.get(kind, {}), "1": {"window": 24}}):
+        model = awake(partner.to(dtype), kind, by_layer=by_layer)
+        held, row = kept(model), row_bytes(model.config, model.dtype)
+        windows = [memory.window for memory in model.model.memories().values()]
+        assert -(-(held - sum(windows) * row) // 2) == retrofit.kept_bytes(model)
+        assert -(-(held - 2 * W * row) // 2) == retrofit.kept_bytes(model, W)
+        wide = kept(window_only(model, equal_memory_window(model)))
+        assert 0 <= wide - held < 2 * row, "not the window of as many bytes"
+
+
+@pytest.mark.parametrize("others", ["full", "window"])
+def test_layers_without_the_memory_have_a_share_of_its_bytes_where_they_have_a_window(
+    partner: PreTrainedModel, kind: str, others: str
+) -> None:
+    model = awake(partner, kind, layers=[1], others=others)
+    held, row, layers = kept(model), row_bytes(model.config, model.dtype), len(model.model.memories())
+    assert layers == (1 if others == "full" else 2)
+    assert -(-(held - layers * W * row) // layers) == retrofit.kept_bytes(model)
+    assert 0 <= kept(window_only(model, equal_memory_window(model))) - held < layers * row
 
 
 def test_the_teacher_s_cache_is_counted_too(partner: PreTrainedModel) -> None:

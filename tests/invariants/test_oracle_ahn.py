@@ -35,7 +35,7 @@ def model(oracle: tuple[dict[str, Any], dict[str, Tensor]]) -> Any:
     return model
 
 
-LOGITS, STATES, KL, GRADIENTS = 2e-5, 1e-5, 1e-6, 1e-4
+LOGITS, STATES, KL, GRADIENTS = 1e-5, 4e-6, 3e-7, 1e-5  # twice what rounding to float32 makes, or more
 
 
 def test_prefill_with_and_without_sinks(oracle: tuple[dict[str, Any], dict[str, Tensor]], model: Any) -> None:
@@ -63,13 +63,16 @@ def test_what_the_layers_keep_after_prefill(oracle: tuple[dict[str, Any], dict[s
     facts, tensors = oracle
     _, cache = feed(model, tensors["input_ids"], [40])
     sinks, window = facts["sinks"], facts["window"]
-    in_order = [*range(sinks), *(sinks + t % window for t in range(40 - window, 40))]  # the ring, oldest first
+    in_order = [
+        *range(sinks),
+        *(sinks + (t - sinks) % window for t in range(40 - window, 40)),
+    ]  # oldest first
     for index, layer in enumerate(cache.layers):
         close(layer.state["matrix"], tensors[f"prefill.layer{index}.state"], STATES)
         close(layer.keys[:, :, in_order], tensors[f"prefill.layer{index}.key_cache"], STATES)
         close(layer.values[:, :, in_order], tensors[f"prefill.layer{index}.value_cache"], STATES)
         # the reference keeps the sinks' gates too, which nothing reads
-        beta, log_decay = layer.gates[:, [row - sinks for row in in_order[sinks:]]].chunk(2, -1)
+        beta, log_decay = layer.gates.mT[:, [row - sinks for row in in_order[sinks:]]].chunk(2, -1)
         close(beta, tensors[f"prefill.layer{index}.gate_cache_beta"][:, sinks:], STATES)
         close(log_decay, tensors[f"prefill.layer{index}.gate_cache_alpha"][:, sinks:], STATES)
 

@@ -131,3 +131,28 @@ def test_a_row_that_is_all_padding_harms_no_other(one_model: Any) -> None:
     batch = logits(one_model, ids, left_mask([TOTAL, 0], TOTAL))
     close(batch[0], logits(one_model, ids[:1])[0])
     assert not batch.isnan().any()
+
+
+def test_rows_at_positions_of_their_own(one_model: Any) -> None:
+    """Texts without padding that begin at different positions are each what they are alone, at once and in pieces."""
+    model, ids = one_model.double(), tokens(2, 30)
+    where = torch.arange(30) + torch.tensor([[0], [7]])
+    together = logits(model, ids, where=where)
+    for row in range(2):
+        close(together[row], logits(model, ids[row : row + 1], where=where[row : row + 1])[0])
+    close(feed(model, ids, (20, 4, 1, 1, 1, 3), where=where)[0], together)
+
+
+def test_one_padded_row_and_its_copies(one_model: Any) -> None:
+    """A batch of one row is padded as any other, and its rows may become several."""
+    model, ids, mask = one_model.double(), tokens(1, 24), left_mask((19,), 24)
+    where = positions(mask)
+    alone = logits(model, ids[:, 5:])
+    close(logits(model, ids, mask, where)[:, 5:], alone)
+    for first in (14, 22):
+        _, cache = feed(model, ids[:, :first], [first], mask[:, :first], where=where[:, :first])
+        cache.batch_repeat_interleave(3)
+        rest = feed(
+            model, ids[:, first:].repeat(3, 1), [1] * (24 - first), mask.repeat(3, 1), cache, where.repeat(3, 1)
+        )
+        close(rest[0], alone[:, first - 5 :].expand(3, -1, -1))

@@ -186,13 +186,10 @@ def test_one_window_for_layers_with_windows_of_their_own(model: Any) -> None:
 
 def test_the_base_adding_to_our_cache(model: Any, make_base: MakeBase) -> None:
     base = make_base("Qwen2")
-    _, cache = feed(model, tokens(1, 30), [30])
-    with pytest.raises(RetrofitError, match="only the retrofitted model"):
-        base(tokens(1, 1), past_key_values=cache)
-    _, cache = feed(model, tokens(1, 4), [4])
-    base(tokens(1, 2), past_key_values=cache)
-    with pytest.raises(RetrofitError, match="new cache"):
-        model(tokens(1, 1), past_key_values=cache)
+    for length in (4, 30):
+        _, cache = feed(model, tokens(1, length), [length])
+        with pytest.raises(RetrofitError, match=r"belongs to a retrofitted model.*can continue it: start a new one"):
+            base(tokens(1, 1), past_key_values=cache)
 
 
 def test_a_cache_of_other_options(make_base: MakeBase) -> None:
@@ -246,3 +243,33 @@ def test_a_cache_of_the_base_s_own(model: Any, make_base: MakeBase) -> None:
     _, cache = feed(make_base("Qwen2"), tokens(1, 6), [6], cache=DynamicCache())
     with pytest.raises(RetrofitError, match="memory off"):
         model(tokens(1, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("length", [4, 30])
+def test_a_cache_whose_call_ended_in_the_middle(one_model: Any, length: int) -> None:
+    """Some layers hold its tokens and others do not: nothing tells them apart later."""
+    ids = tokens(1, length + 1)
+    _, cache = feed(one_model, ids[:, :-1], [length])
+    handle = one_model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        one_model(ids[:, -1:], past_key_values=cache)
+    handle.remove()
+    with pytest.raises(RetrofitError, match=r"ended in the middle.*start a new cache"):
+        one_model(ids[:, -1:], past_key_values=cache)
+    cache.reset()
+    close(feed(one_model, ids, [length, 1], cache=cache)[0], logits(one_model, ids), 1e-4)
+
+
+def test_a_cache_of_fewer_memories_and_cropping_only_some(make_base: MakeBase) -> None:
+    base, ids = make_base("Llama"), tokens(1, 40)
+    some, all_layers = retrofit.patch(base, "none", W, S, layers=[1]), retrofit.patch(base, "none", W, S)
+    _, cache = feed(some, ids[:, :4], [4])
+    with pytest.raises(RetrofitError, match="filled with the memory off"):
+        all_layers(ids[:, 4:5], past_key_values=cache)
+    _, cache = feed(some, ids[:, :38], [38])
+    with pytest.raises(RetrofitError, match="cannot be cropped"):
+        cache.crop(-2)
+    close(feed(some, ids[:, 38:], [1, 1], cache=cache)[0], logits(some, ids)[:, 38:])
+    cache.reset()
+    with some.memory_off():
+        close(feed(some, ids, [40], cache=cache)[0], logits(base, ids))

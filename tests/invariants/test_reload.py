@@ -147,7 +147,7 @@ import retrofit
 from patches import qwen2
 
 out = trusted(ids, use_cache=True)
-assert retrofit.cache_bytes(out.past_key_values) > 0 and retrofit.state_bytes(trusted) > 0
+assert retrofit.cache_bytes(out.past_key_values) > 0 and retrofit.kept_bytes(trusted) > 0
 retrofit.save_adapter(trusted, "from-trusted", overwrite=True)
 base = AutoModelForCausalLM.from_pretrained("base")
 family = AutoModelForCausalLM.from_pretrained("exports/ahn-gdn")

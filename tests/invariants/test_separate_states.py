@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
@@ -80,3 +81,13 @@ def test_offloading_and_back(one_model: Any) -> None:
         layer.offload()
         layer.prefetch()
     assert torch.equal(feed(one_model, ids[:, 20:], [1, 9], cache=cache)[0], whole[:, 20:])
+
+
+@pytest.mark.parametrize("sizes", [[1] * 6, [3, 3]], ids=str)
+def test_a_fork_goes_its_own_way(one_model: Any, sizes: list[int]) -> None:
+    model, ids, others = one_model.double(), tokens(2, 36), tokens(2, 6, seed=1)
+    _, cache = feed(model, ids[:, :30], [30])
+    fork = cache.fork()
+    theirs = feed(model, others, sizes, cache=fork)[0]
+    close(feed(model, ids[:, 30:], sizes, cache=cache)[0], logits(model, ids)[:, 30:])
+    close(theirs, logits(model, torch.cat([ids[:, :30], others], 1))[:, 30:])

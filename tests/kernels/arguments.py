@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from patches import kernels
-
 
 def recurrence(
     op: str,
@@ -37,22 +35,13 @@ def recurrence(
         return torch.randn(2, *shape, generator=generator, dtype=torch.float64)
 
     gate = torch.promote_types(dtype, torch.float32)
-    q, k, v = normal(tokens, H, K), normalize(normal(tokens, kv, K), dim=-1), normal(tokens, kv, V)
-    beta, decay = torch.rand(2, 2, tokens, states, generator=generator, dtype=torch.float64)
+    q, k, v = normal(H, tokens, K), normalize(normal(kv, tokens, K), dim=-1), normal(kv, tokens, V)
+    beta, decay = torch.rand(2, 2, states, tokens, generator=generator, dtype=torch.float64)
     arguments = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
     if op == "gated_delta_rule":
         arguments["beta"] = beta.to(gate)
     arguments |= {"log_decay": (-strongest * decay).to(gate), "state": normal(states, K, V).to(gate)}
     return {name: x for name, x in arguments.items() if name not in without}
-
-
-def op_of(name: str) -> Any:
-    """The op of kernels.py with the arguments of :func:`recurrence`, whose tokens come before heads."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *args: Any, **how: Any) -> Any:
-        return getattr(kernels, name)(*(x.transpose(1, 2) for x in (q, k, v)), *args, **how)
-
-    return run
 
 
 def results(run: Any, arguments: dict[str, Tensor], gradient: bool = True, **how: Any) -> dict[str, Tensor]:

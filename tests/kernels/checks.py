@@ -14,7 +14,7 @@ from patches import kernels
 from patches.kinds import KINDS
 from retrofit.bench.models import random_base
 from tests.helpers import awaken
-from tests.kernels.arguments import distance, op_of, recurrence, results
+from tests.kernels.arguments import distance, recurrence, results
 
 # how far a kernel may be from the torch form in float64, as a share of the largest number
 BOUNDS = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
@@ -79,11 +79,11 @@ def _arguments(op: str, small: bool) -> tuple[dict[str, Tensor], dict[str, Any]]
     tokens, dim = (70, 16) if small else (517, 64)
     rows, scale = recurrence(op, tokens, heads=(4, 2, 2), dims=(dim, dim), strongest=0.1), {"scale": dim**-0.5}
     if op == "decode_attention":
-        return {"q": rows["q"][:, :1], "k": rows["k"], "v": rows["v"]}, scale | {"lse": True}
+        return {"q": rows["q"][:, :, :1], "k": rows["k"], "v": rows["v"]}, scale | {"lse": True}
     if op == "window_attention":
         window = tokens // 4
-        rows = {"q": rows["q"][:, window:], "k": rows["k"], "v": rows["v"]}
-        sinks = {"sink_k": rows["k"][:, :3], "sink_v": rows["v"][:, :3]}
+        rows = {"q": rows["q"][:, :, window:], "k": rows["k"], "v": rows["v"]}
+        sinks = {"sink_k": rows["k"][:, :, :3], "sink_v": rows["v"][:, :, :3]}
         return rows | sinks, scale | {"window": window, "start": 0, "lse": True}
     return rows, scale
 
@@ -93,8 +93,7 @@ def _results(
 ) -> dict[str, Tensor]:
     wide = torch.promote_types(dtype, torch.float32)  # gates and states are
     moved = {n: x.to(device, wide if n in ("beta", "log_decay", "state") else dtype) for n, x in arguments.items()}
-    run = kernels.window_attention if op == "window_attention" else op_of(op)
-    return results(run, moved, gradient, **how)
+    return results(getattr(kernels, op), moved, gradient, **how)
 
 
 def _merged(device: str, dtype: torch.dtype, gradient: bool) -> list[Tensor]:

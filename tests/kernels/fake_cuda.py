@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, Qwen2Config
 
+import patches.kvm_merge
+
 # what only says how to look at memory, or takes some: no kernel
 NO_KERNEL = {
     *(
@@ -70,7 +72,7 @@ class Kernels(TorchDispatchMode):
 
 
 def stand_in_for_triton(kernels: Kernels) -> None:
-    """Modules that import as fla's and ours for Triton do, whose ops return tensors of the right shapes.
+    """Modules that import as fla's do, and our merge: ops that return tensors of the right shapes.
 
     An op of fla's counts as one kernel.
     """
@@ -86,14 +88,12 @@ def stand_in_for_triton(kernels: Kernels) -> None:
         for form in ("chunk", "fused_recurrent"):
             setattr(module, f"{form}_{op}", operation)
         sys.modules[module.__name__] = module
-    triton = ModuleType("patches.kvm_triton")
 
     def merge(rows: Tensor, *others: Tensor) -> Tensor:
         kernels.launched["triton"] += 2  # it launches two
         return torch.empty_like(rows)
 
-    triton.merge = triton.triton = merge  # type: ignore[attr-defined]
-    sys.modules[triton.__name__] = triton
+    patches.kvm_merge.triton, patches.kvm_merge.merge_by_triton = object(), merge
     sys.modules["fla"], sys.modules["fla.ops"] = ModuleType("fla"), ModuleType("fla.ops")
 
 
@@ -110,12 +110,11 @@ def count(kinds: str, tokens: str, window: str) -> dict[str, Any]:
     Args:
         kinds: of memories, with commas between them.
     """
-    import patches.frames
     import patches.window
     from patches.kinds import new_memory
     from retrofit.patching import skeleton
 
-    patches.frames.scaled_dot_product_attention = patches.window.scaled_dot_product_attention = attention
+    patches.window.scaled_dot_product_attention = attention
     torch.nn.functional.scaled_dot_product_attention = attention
     config = Qwen2Config(
         hidden_size=3584,
@@ -171,21 +170,20 @@ class Context(SimpleNamespace):
         pass
 
 
-def flash(padding: str) -> dict[str, Any]:
+def flash() -> dict[str, Any]:
     """Shapes and dtypes of what the flash forms return, forward and backward, by aten's own checks."""
     from patches import kernels, window_flash
 
     with FakeTensorMode():
-        shapes = [(2, 64, 4, 64), *[(2, 64, 2, 64)] * 2, *[(2, 4, 2, 64)] * 2]
+        shapes = [(2, 4, 64, 64), *[(2, 2, 64, 64)] * 2, *[(2, 2, 4, 64)] * 2]
         rows = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
-        pad = torch.zeros(2, dtype=torch.long, device="cuda") if padding == "padded" else None
         found = {}
         for lse in (False, True):
-            context, plan = Context(), window_flash.Plan.make(rows[0], 64, 32, 0, 0.4, pad)
-            out, sums = window_flash._Window.forward(context, *rows, plan)
+            context = Context()
+            out, sums = window_flash._Window.forward(context, *(x.transpose(1, 2) for x in rows), 32, 0, 0.4)
             grads = window_flash._Window.backward(context, out, sums if lse else None)
             found[f"lse={lse}"] = [described(x) for x in (out, sums, *grads)]
-        one = kernels.decode_attention(*(x.transpose(1, 2) for x in (rows[0][:, :1], *rows[1:3])), scale=0.4, lse=True)
+        one = kernels.decode_attention(rows[0][:, :, :1], *rows[1:3], scale=0.4, lse=True)
         return {**found, "decode": [described(x) for x in one]}
 
 

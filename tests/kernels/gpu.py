@@ -98,17 +98,17 @@ def measure_scan(session: Session) -> None:
     """The gated delta rule as the table chooses it, beside fla's own op and fla's own layer around it."""
     tokens, heads, dim = (96, 2, 16) if session.small else (32768, 16, 128)
     dtype = torch.float32 if session.small else torch.bfloat16
-    q, k, v = torch.randn(3, 1, tokens, heads, dim, device=session.device, dtype=dtype).unbind()
-    beta, decay = torch.rand(2, 1, tokens, heads, device=session.device).unbind()
-    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-    run = partial(kernels.gated_delta_rule, queries, keys, values, beta, -decay, scale=dim**-0.5, normalise=True)
+    q, k, v = torch.randn(3, 1, heads, tokens, dim, device=session.device, dtype=dtype).unbind()
+    beta, decay = torch.rand(2, 1, heads, tokens, device=session.device).unbind()
+    run = partial(kernels.gated_delta_rule, q, k, v, beta, -decay, scale=dim**-0.5, normalise=True)
     arms: dict[str, Callable[[], Any]] = {"ours": run}
     if not session.small:
         from fla.layers import GatedDeltaNet
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         how = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        arms["fla's op"] = lambda: chunk_gated_delta_rule(q, k, v, -decay, beta, **how)
+        theirs = [x.transpose(1, 2).contiguous() for x in (q, k, v, -decay, beta)]  # tokens before heads
+        arms["fla's op"] = lambda: chunk_gated_delta_rule(*theirs, **how)
         width = heads * dim
         layer = GatedDeltaNet(hidden_size=width, head_dim=dim, num_heads=heads, expand_v=1, use_short_conv=False)
         layer, x = layer.to(session.device, dtype), torch.randn(1, tokens, width, device=session.device, dtype=dtype)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from patches import kernels
-from tests.kernels.arguments import distance, op_of, recurrence, results
-from tests.kernels.test_table import OPS, readable
+from tests.kernels.arguments import distance, recurrence, results
+from tests.kernels.test_table import OPS, readable, unit_length
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 FLOAT32 = 1e-5
@@ -49,19 +49,19 @@ def test_a_state_handed_on(op: str) -> None:
     state, out = arguments.pop("state"), []
     with kernels.forced("fla"), torch.no_grad():
         for first, last in ((0, 66), (66, 67), (67, 70)):
-            piece = {name: x[:, first:last] for name, x in arguments.items()}
-            read, state = op_of(op)(**piece, state=state, scale=1.0)
+            piece = {name: x[:, :, first:last] for name, x in arguments.items()}
+            read, state = getattr(kernels, op)(**piece, state=state, scale=1.0)
             out.append(read)
-    for mine, expected in zip((torch.cat(out, 1), state), whole, strict=True):
+    for mine, expected in zip((torch.cat(out, 2), state), whole, strict=True):
         assert distance(mine, expected) < FLOAT32
 
 
 def compare(op: str, arguments: dict[str, Any], tolerance: float, gradient: bool = True) -> None:
     exact = {name: x.double() for name, x in arguments.items()}
-    theirs = results(partial(readable, op), exact, gradient, scale=0.3, normalise=True)
+    theirs = results(partial(readable, op), exact, gradient, scale=0.3, **unit_length(op))
     with kernels.forced("fla"):
         assert kernels.find(op, "cpu", arguments["q"].dtype, gradient)[0].backend == "fla"
-        ours = results(op_of(op), arguments, gradient, scale=0.3, normalise=True)
+        ours = results(getattr(kernels, op), arguments, gradient, scale=0.3, **unit_length(op))
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         assert distance(ours[name], expected) < tolerance, name

@@ -102,11 +102,11 @@ COMPILED = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from patches import kvm_triton
+from patches import kvm_merge
 
 pointers = {"probe": "*fp32", "rows": "*fp32", "written": "*fp32", "out": "*fp32", "target": "*i64", "tie": "fp32"}
-tiles = {"WIDTH": int(sys.argv[2]), "TOKENS": kvm_triton.TOKENS, "ROWS": kvm_triton.ROWS, "COLUMNS": kvm_triton.COLUMNS}
-for kernel in (kvm_triton.find, kvm_triton.add):
+tiles = {"WIDTH": int(sys.argv[2]), "TOKENS": kvm_merge.TOKENS, "ROWS": kvm_merge.ROWS, "COLUMNS": kvm_merge.COLUMNS}
+for kernel in (kvm_merge.find, kvm_merge.add):
     fixed = {name: tiles[name] for name in kernel.arg_names if name in tiles}
     signature = {name: "constexpr" if name in fixed else pointers.get(name, "i32") for name in kernel.arg_names}
     found = compile(ASTSource(kernel, signature, fixed), target=GPUTarget("cuda", int(sys.argv[1]), 32))

@@ -12,7 +12,7 @@ from torch import Tensor
 from patches import fla_ops, kernels, scan
 from patches.errors import RetrofitError
 from tests.helpers import close
-from tests.kernels.arguments import op_of, recurrence, results
+from tests.kernels.arguments import recurrence, results
 
 OPS = kernels.OPS[:2]  # the recurrences
 # heads of queries, states, keys: one each; queries that share a state; states that share keys; both
@@ -40,24 +40,29 @@ def readable(
     normalise: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The definition: everything repeated for each query head, then token by token in float64."""
-    H, T = q.shape[2], q.shape[1]
-    states = max(x.shape[2] for x in (k, v, beta, log_decay) if x is not None)
+    H, T = q.shape[1:3]
+    states = max(x.shape[1] for x in (k, v, beta, log_decay) if x is not None)
     if normalise:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     k, v, beta, log_decay = (
-        None if x is None else x.double().repeat_interleave(H // x.shape[2], 2) for x in (k, v, beta, log_decay)
+        None if x is None else x.double().repeat_interleave(H // x.shape[1], 1) for x in (k, v, beta, log_decay)
     )
     S = q.new_zeros(len(q), H, q.shape[-1], v.shape[-1]) if state is None else state.repeat_interleave(H // states, 1)
     S, out = S.double(), []
     for t in range(T):
         if log_decay is not None:
-            S = S * log_decay[:, t, :, None, None].exp()
-        write = v[:, t]
+            S = S * log_decay[:, :, t, None, None].exp()
+        write = v[:, :, t]
         if op == "gated_delta_rule":
-            write = beta[:, t, :, None] * (write - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
-        S = S + k[:, t, :, :, None] * write[:, :, None]
-        out.append(torch.einsum("bhk,bhkv->bhv", q[:, t].double(), S) * scale)
-    return torch.stack(out, 1), S[:, :: H // states]
+            write = beta[:, :, t, None] * (write - torch.einsum("bhk,bhkv->bhv", k[:, :, t], S))
+        S = S + k[:, :, t, :, None] * write.unsqueeze(-2)
+        out.append(torch.einsum("bhk,bhkv->bhv", q[:, :, t].double(), S) * scale)
+    return torch.stack(out, 2), S[:, :: H // states]
+
+
+def unit_length(op: str, wanted: bool = True) -> dict[str, bool]:
+    """What has the op give queries and keys unit length; the delta rule's alone does."""
+    return {"normalise": wanted} if op == "gated_delta_rule" else {}
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -68,9 +73,9 @@ def test_torch_forms(op: str, heads: tuple[int, int, int], tokens: int, without:
     if op == "linear_attention" and "log_decay" in without:
         heads = (heads[0], heads[2], heads[2])  # only a decay tells of more states than keys
     arguments = recurrence(op, tokens, heads=heads, without=without)
-    for normalise in (False, True):
-        ours = results(op_of(op), arguments, scale=0.3, normalise=normalise)
-        theirs = results(partial(readable, op), arguments, scale=0.3, normalise=normalise)
+    for how in ({}, unit_length(op)):
+        ours = results(getattr(kernels, op), arguments, scale=0.3, **how)
+        theirs = results(partial(readable, op), arguments, scale=0.3, **how)
         assert ours.keys() == theirs.keys()
         for name, expected in theirs.items():
             assert ours[name].shape == expected.shape, name
@@ -83,12 +88,12 @@ def test_a_single_token_in_place(op: str, heads: tuple[int, int, int]) -> None:
     """The same numbers, in the state that was given; with a gradient that one stays as it is."""
     for dtype, tolerance in ((torch.float64, 1e-8), (torch.bfloat16, 1e-5)):
         arguments = recurrence(op, 1, heads=heads, dims=(7, 17), dtype=dtype)
-        how, before = {"scale": 0.3, "normalise": True}, arguments["state"].clone()
-        expected = op_of(op)(**arguments, **how)
+        how, before = {"scale": 0.3, **unit_length(op)}, arguments["state"].clone()
+        expected = getattr(kernels, op)(**arguments, **how)
         leaf = {**arguments, "v": arguments["v"].clone().requires_grad_()}
-        close(op_of(op)(**leaf, **how, in_place=True)[0].detach(), expected[0], tolerance)
+        close(getattr(kernels, op)(**leaf, **how, in_place=True)[0].detach(), expected[0], tolerance)
         assert torch.equal(arguments["state"], before)
-        read, state = op_of(op)(**arguments, **how, in_place=True)
+        read, state = getattr(kernels, op)(**arguments, **how, in_place=True)
         assert state is arguments["state"]
         close(read, expected[0], tolerance)
         close(state, expected[1], tolerance)
@@ -99,28 +104,30 @@ def test_a_single_token_in_place(op: str, heads: tuple[int, int, int]) -> None:
 def test_readings_and_states_are_float32(op: str, dtype: torch.dtype) -> None:
     arguments = recurrence(op, 40, heads=(4, 2, 2), dtype=dtype)
     exact = {name: x.double() for name, x in arguments.items()}
-    for mine, expected in zip(op_of(op)(**arguments, scale=1.0), op_of(op)(**exact, scale=1.0), strict=True):
+    for mine, expected in zip(
+        getattr(kernels, op)(**arguments, scale=1.0), getattr(kernels, op)(**exact, scale=1.0), strict=True
+    ):
         assert mine.dtype == torch.float32
         close(mine.double(), expected, 1e-4)
 
 
 @pytest.mark.parametrize("lse", [True, False])
-def test_layouts_of_attention(lse: bool) -> None:
-    """Layout and the optional log-sum-exp; what they compute is tested where the torch forms are."""
-    q, k, v = torch.randn(2, 20, 4, 8), torch.randn(2, 28, 2, 8), torch.randn(2, 28, 2, 8)
-    sinks = k[:, :3], v[:, :3]
+def test_attention_tells_its_log_sum_exp_if_asked(lse: bool) -> None:
+    """And in which layout; what the two compute is tested where the torch forms are."""
+    q, k, v = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 28, 8), torch.randn(2, 2, 28, 8)
+    sinks = k[:, :, :3], v[:, :, :3]
     out, found = kernels.window_attention(q, k, v, *sinks, window=8, start=30, scale=0.5, lse=lse)
-    last = q[:, -1:], k[:, -8:], v[:, -8:]
-    one, once = kernels.decode_attention(*(x.transpose(1, 2) for x in last), scale=0.5, lse=lse)
-    logits = torch.einsum("bhgd,bmhd->bhgm", q[:, -1].unflatten(1, (2, 2)), k[:, -8:]) * 0.5
-    expected = torch.einsum("bhgm,bmhd->bhgd", logits.softmax(-1), v[:, -8:]).flatten(1, 2)
-    close(one[:, 0], expected, 1e-5)
-    assert out.shape == (2, 20, 4, 8)
+    last = q[:, :, -1:], k[:, :, -8:], v[:, :, -8:]
+    one, once = kernels.decode_attention(*last, scale=0.5, lse=lse)
+    k, v = (x.repeat_interleave(2, 1) for x in last[1:])
+    logits = last[0] @ k.mT * 0.5
+    close(one, logits.softmax(-1) @ v, 1e-5)
+    assert out.shape == (2, 4, 20, 8)
     for sums, tokens in ((found, 20), (once, 1)):
         assert (sums is None) != lse
-        assert sums is None or sums.shape == (2, tokens, 4)
+        assert sums is None or sums.shape == (2, 4, tokens)
     if once is not None:
-        close(once[:, 0], logits.logsumexp(-1).flatten(1, 2), 1e-5)
+        close(once, logits.logsumexp(-1), 1e-5)
 
 
 def test_torch_serves_everything_on_a_cpu() -> None:
@@ -171,7 +178,7 @@ def test_what_is_missing_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recorded:
-    """Stands for an op of fla: its shapes are noted, its numbers those of the readable form."""
+    """Stands for an op of fla, whose tokens come before heads; its numbers are those of the readable form."""
 
     def __init__(self, op: str):
         self.op, self.calls = op, 0
@@ -187,8 +194,9 @@ class Recorded:
         assert g.dtype == torch.float32
         assert initial_state is None or initial_state.dtype == torch.float32
         normalise = how.pop("use_qk_l2norm_in_kernel", False)
-        out, last = readable(self.op, q, k, v, how.pop("beta", None), g, initial_state, normalise=normalise, **how)
-        return out.to(v.dtype), last.float()
+        given = [None if x is None else x.transpose(1, 2) for x in (q, k, v, how.pop("beta", None), g)]
+        out, last = readable(self.op, *given, initial_state, normalise=normalise, **how)
+        return out.transpose(1, 2).to(v.dtype), last.float()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -198,15 +206,15 @@ def test_fla_is_given_what_it_takes(op: str, heads: tuple[int, int, int], tokens
     chunks, steps = Recorded(op), Recorded(op)
     run = partial(getattr(fla_ops, f"_{op}"), chunks, steps, gradient)
     arguments = recurrence(op, tokens, heads=heads, dims=(7, 17), dtype=torch.float32)
-    ours = results(run, arguments, gradient, scale=0.3, normalise=True)
-    theirs = results(partial(readable, op), arguments, gradient, scale=0.3, normalise=True)
+    ours = results(run, arguments, gradient, scale=0.3, **unit_length(op))
+    theirs = results(partial(readable, op), arguments, gradient, scale=0.3, **unit_length(op))
     for name, expected in theirs.items():
         close(ours[name].double(), expected.double(), 1e-4)
     assert (steps.calls, chunks.calls) == ((1, 0) if tokens <= scan.STEPWISE and not gradient else (0, 1))
     without = {name: x for name, x in arguments.items() if name not in ("log_decay", "state")}
     if op == "linear_attention":
-        without["k"] = without["k"].repeat_interleave(heads[1] // heads[2], 2)
-    out, last = run(**without, log_decay=None, state=None, scale=1.0, normalise=False)
+        without["k"] = without["k"].repeat_interleave(heads[1] // heads[2], 1)
+    out, last = run(**without, log_decay=None, state=None, scale=1.0, **unit_length(op, False))
     close(out.double(), readable(op, **without, scale=1.0)[0], 1e-4)
     assert last.is_contiguous()
     assert last.untyped_storage().nbytes() == last.nbytes
@@ -216,8 +224,8 @@ def test_fla_is_given_what_it_takes(op: str, heads: tuple[int, int, int], tokens
 def test_fla_with_no_token(op: str) -> None:
     run = partial(getattr(fla_ops, f"_{op}"), Recorded(op), Recorded(op), False)
     arguments = recurrence(op, 0, heads=(4, 2, 2), dtype=torch.float32)
-    out, last = run(**arguments, scale=1.0, normalise=False)
-    assert out.shape == (2, 0, 4, 6)
+    out, last = run(**arguments, scale=1.0, **unit_length(op, False))
+    assert out.shape == (2, 4, 0, 6)
     assert torch.equal(last, arguments["state"])
 
 

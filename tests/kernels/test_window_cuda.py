@@ -20,53 +20,18 @@ from tests.kernels import fake_cuda
 SCALE = 0.4
 
 
-def reference_forward(
-    inputs: Sequence[Tensor],
-    queries: Tensor | None,
-    keys: Tensor | None,
-    most_queries: int,
-    most_keys: int,
-    window: int | None,
-    scale: float,
+def reference_forward(rows: Sequence[Tensor], window: int | None, scale: float) -> list[Tensor]:
+    """What aten's flash kernel computes, tokens before heads."""
+    q, k, v = rows
+    out, lse = _softmax(q, k, v, _seen(q.shape[1], k.shape[1], window), scale)
+    return [out, lse, q.new_zeros(2), q.new_zeros(1)]
+
+
+def reference_backward(
+    rows: Sequence[Tensor], lse: Tensor, window: int, scale: float, random: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What aten's flash kernel computes."""
-    q, k, v = inputs
-    if queries is None or keys is None:
-        seen = _seen(q.shape[1], k.shape[1], window)
-        out, lse = _softmax(q, k, v, seen, scale)
-        return [out, lse, q.new_zeros(2), q.new_zeros(1)]
-    assert queries.dtype == keys.dtype == torch.int32
-    assert queries[-1] == len(q)
-    assert keys[-1] == len(k)
-    parts = []
-    for i in range(len(queries) - 1):
-        rows, columns = slice(queries[i], queries[i + 1]), slice(keys[i], keys[i + 1])
-        assert rows.stop - rows.start <= most_queries
-        assert columns.stop - columns.start <= most_keys
-        mine = [x[None] for x in (q[rows], k[columns], v[columns])]
-        out, lse = _softmax(*mine, _seen(mine[0].shape[1], mine[1].shape[1], window), scale)
-        parts.append((out[0], lse[0]))
-    return [
-        torch.cat([out for out, _ in parts]),
-        torch.cat([lse for _, lse in parts], 1),
-        q.new_zeros(2),
-        q.new_zeros(1),
-    ]
-
-
-def reference_backward(rows: list[Tensor], lse: Tensor, queries: Any, keys: Any, *how: Any) -> list[Tensor]:
     """What its backward computes, from the output and the log-sum-exp that it is given."""
     grad_out, q, k, v, out = rows
-    *_, window, scale, _random = how
-    if queries is not None:
-        marks = [(slice(*queries[i : i + 2]), slice(*keys[i : i + 2])) for i in range(len(queries) - 1)]
-        parts = [
-            reference_backward(
-                [x[None] for x in (grad_out[a], q[a], k[b], v[b], out[a])], lse[None, :, a], None, None, *how
-            )
-            for a, b in marks
-        ]
-        return [torch.cat([part[i][0] for part in parts]) for i in range(3)]
     groups = q.shape[2] // k.shape[2]
     k_each, v_each = (x.repeat_interleave(groups, 2) for x in (k, v))
     logits = torch.einsum("bnhd,bmhd->bhnm", q, k_each) * scale
@@ -112,26 +77,21 @@ def rows(
     new: int, start: int, window: int, sinks: int, dtype: torch.dtype = torch.float64, dim: int = 8
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(new + start)
-    shapes = [(2, new, 4, dim), *[(2, window + new, 2, dim)] * 2, *[(2, sinks, 2, dim)] * 2]
+    shapes = [(2, 4, new, dim), *[(2, 2, window + new, dim)] * 2, *[(2, 2, sinks, dim)] * 2]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
 CASES = {
-    "from the first token": (40, 0, 8, 3, None),
-    "into a full window": (9, 70, 8, 3, None),
-    "one token": (1, 70, 8, 3, None),
-    "sinks that arrive meanwhile": (12, 4, 8, 6, None),
-    "no sinks": (40, 0, 8, 0, None),
-    "more sinks than window": (40, 3, 4, 7, None),
-    "several blocks of keys": (300, 140, 160, 4, None),
-    "padding": (40, 0, 8, 3, (0, 13)),
-    "padding that reaches into the call": (30, 6, 8, 3, (9, 0)),
-    "padding long ago": (20, 60, 8, 3, (5, 40)),
-    "nothing but padding in a row": (10, 0, 4, 2, (0, 10)),
+    "from the first token": (40, 0, 8, 3),
+    "into a full window": (9, 70, 8, 3),
+    "one token": (1, 70, 8, 3),
+    "sinks that arrive meanwhile": (12, 4, 8, 6),
+    "no sinks": (40, 0, 8, 0),
+    "more sinks than window": (40, 3, 4, 7),
+    "several blocks of keys": (300, 140, 160, 4),
 }
-
-
-BLOCKS = ("several blocks of keys", "sinks that arrive meanwhile", "padding that reaches into the call")
+BLOCKS = ("several blocks of keys", "sinks that arrive meanwhile", "more sinks than window")
+HOW = {"window": 8, "start": 0, "scale": SCALE, "dropout": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -139,23 +99,13 @@ BLOCKS = ("several blocks of keys", "sinks that arrive meanwhile", "padding that
 )
 @pytest.mark.parametrize("used", ["output", "both"])
 def test_the_numbers_and_gradients_of_the_torch_form(form: Callable[..., Any], case: str, used: str) -> None:
-    new, start, window, sinks, padding = CASES[case]
-    pad = None if padding is None else torch.tensor(padding)
-    how = {
-        "window": window,
-        "start": start,
-        "scale": SCALE,
-        "pad": pad,
-        "max_pad": max(padding or (0,)),
-        "dropout": 0.0,
-    }
-    real = torch.ones(2, new, dtype=torch.bool) if pad is None else torch.arange(start, start + new) >= pad[:, None]
+    new, start, window, sinks = CASES[case]
     found = []
-    for run in (form, kernels._torch_window):
+    for run in (form, kernels.blocked_window):
         inputs = rows(new, start, window, sinks)
-        out, lse = run(*inputs, lse=used != "output", **how)
-        assert out.isfinite().all()
-        kept = [x[real] for x in (out, lse) if x is not None]  # padding is nobody's business
+        kept = run(*inputs, lse=used != "output", **{**HOW, "window": window, "start": start})
+        assert (kept[1] is None) == (used == "output")
+        kept = [x for x in kept if x is not None]
         total = sum((x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in kept)
         found.append([*kept, *torch.autograd.grad(total, inputs, allow_unused=True)])
     for ours, theirs in zip(*found, strict=True):
@@ -168,52 +118,51 @@ def test_a_dropped_gradient_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_flash, "flash_forward", reference_forward)
     monkeypatch.setattr(window_flash, "flash_backward", reference_backward)
     real = window_flash._window_grads
-    monkeypatch.setattr(window_flash, "_window_grads", lambda plan, out, lse, *rest: real(plan, out, None, *rest))
+    monkeypatch.setattr(
+        window_flash, "_window_grads", lambda window, scale, out, lse, *rest: real(window, scale, out, None, *rest)
+    )
     inputs = rows(40, 0, 8, 3)
-    how = {"window": 8, "start": 0, "scale": SCALE, "pad": None, "max_pad": 0, "dropout": 0.0}
     mine, exact = (
-        torch.autograd.grad(run(*inputs, lse=True, **how)[1].sum(), inputs)
-        for run in (kernels._flash_window, kernels._torch_window)
+        torch.autograd.grad(run(*inputs, lse=True, **HOW)[1].sum(), inputs)
+        for run in (kernels._flash_window, kernels.blocked_window)
     )
     assert (mine[0] - exact[0]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_dtypes(form: Callable[..., Any], dtype: torch.dtype) -> None:
-    how = {"window": 8, "start": 0, "scale": SCALE, "pad": None, "max_pad": 0, "dropout": 0.0}
     with torch.no_grad():
-        out, lse = form(*rows(30, 0, 8, 3, dtype), lse=True, **how)
-        exact = kernels._torch_window(*rows(30, 0, 8, 3), lse=True, **how)
+        out, lse = form(*rows(30, 0, 8, 3, dtype), lse=True, **HOW)
+        exact = kernels.blocked_window(*rows(30, 0, 8, 3), lse=True, **HOW)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
     for mine, expected in zip((out, lse), exact, strict=True):
         close(mine.double(), expected, 1e-5 if dtype == torch.float32 else 0.06)
 
 
-@pytest.mark.parametrize("padding", ["padded", "plain"])
-def test_what_the_flash_kernel_is_given(guard: Path, padding: str) -> None:
+def test_what_the_flash_kernel_is_given(guard: Path) -> None:
     """Forward and backward on fake CUDA tensors: aten's own checks of shapes, dtypes and devices."""
-    found = fake_cuda.run(guard, "flash", padding)
+    found = fake_cuda.run(guard, "flash")
     out, sums = "bfloat16 (2, 64, 4, 64) cuda", "float32 (2, 4, 64) cuda"
-    grads = [out, *(f"bfloat16 (2, {tokens}, 2, 64) cuda" for tokens in (64, 64, 4, 4)), None]
+    grads = [out, *(f"bfloat16 (2, {tokens}, 2, 64) cuda" for tokens in (64, 64, 4, 4)), None, None, None]
     assert found["lse=False"] == found["lse=True"] == [out, sums, *grads]
-    assert found["decode"] == ["bfloat16 (2, 1, 4, 64) cuda", "float32 (2, 1, 4) cuda"]
+    assert found["decode"] == ["bfloat16 (2, 4, 1, 64) cuda", "float32 (2, 4, 1) cuda"]
 
 
 def test_decoding_with_the_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_flash, "flash_forward", reference_forward)
-    q, k, v, *_ = (x.detach().transpose(1, 2) for x in rows(20, 0, 8, 2))
+    q, k, v, *_ = (x.detach() for x in rows(20, 0, 8, 2))
     for new, causal in ((1, False), (5, False), (5, True)):
         last = q[:, :, -new:], k, v
         ours = kernels._flash_decode(*last, scale=SCALE, dropout=0.0, lse=True, causal=causal)
         theirs = kernels.blocked_decode(*last, scale=SCALE, lse=True, causal=causal)
         for mine, expected in zip(ours, theirs, strict=True):
-            assert mine.shape[:2] == (2, new)
+            assert mine.shape[:3] == (2, 4, new)
             close(mine, expected, 1e-9)
     # and causal is what it says
     alone = kernels.blocked_decode(q[:, :, -3:-2], k[:, :, :-2], v[:, :, :-2], scale=SCALE)[0]
     together = kernels.blocked_decode(q[:, :, -5:], k, v, scale=SCALE, causal=True)[0]
-    close(together[:, 2:3], alone, 1e-9)
+    close(together[:, :, 2:3], alone, 1e-9)
 
 
 def test_the_table_on_a_gpu() -> None:
@@ -231,9 +180,8 @@ def test_the_table_on_a_gpu() -> None:
 def test_heads_the_kernel_does_not_take(dim: int, lse: bool, fits: bool) -> None:
     assert window_flash.fits(dim, lse) == fits
     if not fits:  # the torch form serves, on any device
-        how = {"window": 8, "start": 0, "scale": SCALE, "pad": None, "max_pad": 0, "dropout": 0.0}
         inputs = rows(20, 0, 8, 2, torch.float32, dim)
         for mine, other in zip(
-            kernels._flash_window(*inputs, lse=lse, **how), kernels._torch_window(*inputs, lse=lse, **how), strict=True
+            kernels._flash_window(*inputs, lse=lse, **HOW), kernels.blocked_window(*inputs, lse=lse, **HOW), strict=True
         ):
             assert mine is other is None or torch.equal(mine, other)

@@ -1,7 +1,7 @@
 """KVM as the paper has it (Key-Value Means, arXiv 2605.09877), by itself: for models that are trained with it.
 
-A retrofit cannot use this form of the keys: its base rotates all channels and does not normalise keys. Rows, schedule
-and attention are the ones that the retrofit's memory uses.
+A retrofit cannot use this form of the keys: its base rotates all channels and does not normalise keys; nor has it the
+paper's sinks, which are rows that nothing joins. Rows, schedule and attention are those of the retrofit's memory.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 from torch.nn.functional import pad as fill
 
-from patches.frames import Frame
-from patches.kvm_blocks import Rule, attend_blocks, no_rows
+from patches.blocks import Frame
+from patches.kvm import Rule, attend_blocks, no_rows
+from patches.kvm_merge import add_to_rows
+from patches.kvm_rows import Blocks, _rank, join_or_found
 
 LN_EPS = 1e-5
 
@@ -24,12 +26,13 @@ class LayerNormKeys:
     Attributes:
         weight, bias: of LN_s ``(D,)``, shared by all heads.
         rotated: the first so many channels carry positions and are zeroed.
+        barred: rows at the front that nothing joins.
     """
 
     weight: Tensor
     bias: Tensor
     rotated: int
-    cosine = False
+    barred: int
 
     def written(self, k: Tensor, index: Tensor) -> Tensor:
         return self.address(fill(k[..., self.rotated :], (self.rotated, 0)))
@@ -40,11 +43,24 @@ class LayerNormKeys:
     def address(self, sums: Tensor) -> Tensor:
         return layer_norm(sums, sums.shape[-1:], self.weight, self.bias, LN_EPS)
 
+    def merge(self, rows: Tensor, blocks: Blocks, number: int) -> Tensor:
+        target, _ = choose(rows, blocks, number, self, rows.shape[2])
+        return add_to_rows(rows, target, blocks.joining[number], blocks.head)
+
     def read(self, sums: Tensor, length: Tensor, index: Tensor, edge: Tensor) -> Tensor:
         return self.address(sums)
 
-    def queries(self, q: Tensor, index: Tensor) -> Tensor | None:
-        return None
+    def queries(self, q: Tensor, index: Tensor) -> Tensor:
+        return q
+
+
+def choose(rows: Tensor, blocks: Blocks, number: int, keys: LayerNormKeys, after: int) -> tuple[Tensor, Tensor]:
+    """As ``patches.kvm_rows.choose``, in whose place it must stand; barred rows count only when tokens found others."""
+    probe, M = blocks.probe[number], rows.shape[2]
+    near = probe @ keys.address(rows[..., : probe.shape[-1]]).mT
+    founds = _rank(near.amax(-1) if M else near.new_zeros(near.shape[:3])) < after - M
+    near = near.masked_fill(torch.arange(M) < keys.barred, float("-inf"))
+    return join_or_found(near, founds, blocks, number, keys), founds
 
 
 @dataclass
@@ -53,7 +69,7 @@ class Past:
 
     Attributes:
         k, v: ``(B, H_kv, W, D)``.
-        gates: ``(B, H_kv, W, 1)``.
+        gates: ``(B, H_kv, W)``.
         rows: ``(B, H_kv, M, 2 D + 4)``, see ``kvm_rows``.
         seen: tokens so far.
     """
@@ -80,14 +96,14 @@ def kvm_attention(
     Args:
         q: queries ``(B, H, n, D)``.
         k, v: keys and values ``(B, H_kv, n, D)``.
-        gates: merge gates ``1 + ELU(W_g x)``, ``(B, H_kv, n, 1)``.
-        keys: the paper's form of the keys, or another one.
-        rule: chunk, window, budget, sinks (``barred`` rows), temperature of the rows.
+        gates: merge gates ``1 + ELU(W_g x)``, ``(B, H_kv, n)``.
+        keys: the paper's form of the keys.
+        rule: chunk, window, budget, temperature of the rows.
         window_temperature: ``(H,)``, of the window; None is 1.
         past: what the call before returned.
 
     Returns:
-        ``(B, n, H, D)``, and what the next call needs.
+        ``(B, H, n, D)``, and what the next call needs.
     """
     window, n = rule.schedule.window, k.shape[2]
     if window_temperature is not None:
@@ -95,12 +111,12 @@ def kvm_attention(
         q = q * window_temperature[:, None, None]
         rule = Rule(**{**vars(rule), "temperature": rule.temperature / window_temperature})
     if past is None:
-        k, v, gates = (fill(x, (0, 0, window, 0)) for x in (k, v, gates))
+        k, v, gates = (fill(x, (0, 0) * (x.dim() - 3) + (window, 0)) for x in (k, v, gates))
         seen, rows = 0, no_rows(k)
     else:
         k, v, gates = (torch.cat(pair, 2) for pair in ((past.k, k), (past.v, v), (past.gates, gates)))
         seen, rows = past.seen, past.rows
-    frame = Frame(seen, n, [0], 0, rule.schedule.chunk, k.device)
+    frame = Frame(seen, n, 0, rule.schedule.chunk)
     k_laid, v_laid, gates_laid = (frame.lay(x, seen - window, -window) for x in (k, v, gates))
     none = k[:, :, :0]
     out, rows = attend_blocks(frame.lay(q, seen), k_laid, v_laid, gates_laid, none, none, rows, keys, rule, frame)

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patches.padding import Starts
+from patches.cache import ScratchLayer
+from patches.memory import Memory, Step
 from patches.rotary import Rotary
-from patches.step import Pass, Step
+from patches.sequence import Pass, Starts
 
 CPU = torch.device("cpu")
 
@@ -20,13 +21,20 @@ def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_step(
-    q: Tensor, k: Tensor, v: Tensor, *, turns: Rotary = rotary, starts: Starts | None = None, **changes: Any
+    memory: Memory,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    turns: Rotary = rotary,
+    starts: Starts | None = None,
+    **changes: Any,
 ) -> Step:
     """An evicting pass without a cache over rotated ``q`` (B, H, n, 8) and ``k``, ``v`` (B, H_kv, n, 8)."""
     now = Pass(0, q.shape[2], starts or Starts(), True, turns, CPU, CPU)
     given: dict[str, Any] = {
         "x": q.new_zeros(q.shape[0], q.shape[2], 1),
-        "layer": None,
+        "layer": ScratchLayer(memory.kind, memory.window, memory.sinks),
         "scale": q.shape[-1] ** -0.5,
     }
     return Step(now, q=q, k=k, v=v, **{**given, **changes})

@@ -63,18 +63,18 @@ def test_logits_and_states_are_the_published_ones(model: Any, oracle: Any) -> No
     ids = tensors["input_ids"]
     with torch.no_grad():
         cache = DynamicCache()
-        close(model(ids, past_key_values=cache).logits, tensors["prefill.logits"], 2e-5)
+        close(model(ids, past_key_values=cache).logits, tensors["prefill.logits"], 1e-5)
         for index, layer in enumerate(cache.layers):
             state = tensors[f"prefill.layer{index}.state"]  # values by keys
-            close(layer.state["matrix"], state.transpose(-1, -2), 1e-5)
+            close(layer.state["matrix"], state.transpose(-1, -2), 4e-6)
         cache = DynamicCache()
         pieces = [ids[:, :32], *ids[:, 32:].split(1, 1)]
         decoded = torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1)
-        close(decoded, tensors["decode_p32.logits"], 2e-5)
+        close(decoded, tensors["decode_p32.logits"], 1e-5)
         model.set_window(8, 0)
-        close(model(ids).logits, tensors["prefill_nosink.logits"], 2e-5)
+        close(model(ids).logits, tensors["prefill_nosink.logits"], 1e-5)
         model.set_window(64, 2)
-        close(model(ids).logits, tensors["inactive.logits"], 2e-5)
+        close(model(ids).logits, tensors["inactive.logits"], 1e-5)
 
 
 def test_loss_and_gradients_are_the_published_ones(model: Any, oracle: Any) -> None:
@@ -83,18 +83,14 @@ def test_loss_and_gradients_are_the_published_ones(model: Any, oracle: Any) -> N
     student = model(ids).logits[0, scored]
     with torch.no_grad(), model.memory_off():
         teacher = model(ids).logits[0, scored]
-    close(student, tensors["train.logits_mem"][0, scored], 2e-5)
-    close(teacher, tensors["train.logits_ref"][0, scored], 2e-5)
+    close(student, tensors["train.logits_mem"][0, scored], 1e-5)
+    close(teacher, tensors["train.logits_ref"][0, scored], 1e-5)
     loss = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="batchmean")
-    close(loss, tensors["train.kl_loss"][0], 1e-6)
+    close(loss, tensors["train.kl_loss"][0], 3e-7)
     loss.backward()
     for name, parameter in model.memory_parameters():
         expected = tensors["train.grad." + published_name("ahn-mamba2", name)]
-        assert (parameter.grad - expected).norm() <= 1e-4 * expected.norm(), name
-
-
-def unit(x: Tensor) -> Tensor:
-    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        assert (parameter.grad - expected).norm() <= 1e-5 * expected.norm(), name
 
 
 def test_its_read_is_the_recurrence_written_out() -> None:
@@ -109,15 +105,16 @@ def test_its_read_is_the_recurrence_written_out() -> None:
     S, expected = torch.zeros(2, 4, D, D, dtype=torch.float64), []
     for t in range(m):
         step = F.softplus(memory.dt_proj(written[:, t]) + memory.dt_bias)[..., None, None]  # (2, H, 1, 1)
-        key = unit(k[:, :, t]).repeat_interleave(2, 1)
+        key = F.normalize(k[:, :, t], dim=-1).repeat_interleave(2, 1)
         value = v[:, :, t].repeat_interleave(2, 1)
         decay = torch.exp(-step * memory.A_log.exp()[:, None, None])
         S = decay * S + step * key.unsqueeze(-1) * value.unsqueeze(-2)
-        read = (unit(q[:, :, t]).unsqueeze(-1) * S).sum(-2) * F.silu(memory.g_proj(x[:, t])).unsqueeze(-1)
+        read = (F.normalize(q[:, :, t], dim=-1).unsqueeze(-1) * S).sum(-2)
+        read = read * F.silu(memory.g_proj(x[:, t])).unsqueeze(-1)
         y = F.rms_norm(read.flatten(1), (4 * D,), memory.read_norm.weight, eps=1e-5).view(2, 4, 1, D)
         expected.append((y @ memory.read_proj.weight).squeeze(2))
-    read, state = memory.read(x, q, k, v, memory.write_gates(written), None)
-    close(read, torch.stack(expected, 1))
+    read, state = memory.read(x, q, k, v, memory.write_gates(written).mT, None)
+    close(read, torch.stack(expected, 2))
     close(state, S)
 
 

@@ -7,7 +7,7 @@ from transformers import DynamicCache, Qwen2Config
 import retrofit
 from patches.compressive import Compressive
 from patches.errors import RetrofitError
-from tests.helpers import awake, close, feed, left_mask, logits, tokens
+from tests.helpers import awake, close, feed, left_mask, logits, state_bytes, tokens
 from tests.patches.steps import make_step
 
 
@@ -17,7 +17,7 @@ def make_memory(window, sinks, **options):
 
 
 def readable(q, k, v, window, sinks, ratio, pool, rows):
-    """Heads ``(T, H, D)`` of one sequence, token by token: each holds lists of what it sees."""
+    """Heads ``(H, T, D)`` of one sequence, token by token: each holds lists of what it sees."""
     out = []
     for t in range(q.shape[1]):
         evicted = list(range(sinks, max(t - window + 1, sinks)))
@@ -34,7 +34,7 @@ def readable(q, k, v, window, sinks, ratio, pool, rows):
             )
             heads.append((seen_k @ q[h, t] * q.shape[-1] ** -0.5).softmax(0) @ seen_v)
         out.append(torch.stack(heads))
-    return torch.stack(out)
+    return torch.stack(out, 1)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(8, 2), (1, 0), (5, 1), (3, 6)])
@@ -44,7 +44,8 @@ def readable(q, k, v, window, sinks, ratio, pool, rows):
 def test_equals_the_readable_form(window, sinks, pool, ratio, rows):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 41, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    fast, _ = make_memory(window, sinks, pool=pool, ratio=ratio, rows=rows).attend(make_step(q, k, v))
+    memory = make_memory(window, sinks, pool=pool, ratio=ratio, rows=rows)
+    fast, _ = memory.attend(make_step(memory, q, k, v))
     for b in range(2):
         close(fast[b], readable(q[b], k[b], v[b], window, sinks, ratio, pool, rows))
 
@@ -53,20 +54,21 @@ def test_long_prompts_go_block_by_block(monkeypatch):
     """Blocks that one mask serves, several at a time, a rest: all the same as one block."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 400, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    expected = readable(q[0], k[0], v[0], 20, 2, 4, "average", 6)
+    memory, expected = make_memory(20, 2, rows=6), readable(q[0], k[0], v[0], 20, 2, 4, "average", 6)
     for gathered in (1, 5000, 2**22):
         monkeypatch.setattr("patches.merged_softmax.GATHERED", gathered)
-        close(make_memory(20, 2, rows=6).attend(make_step(q, k, v))[0][0], expected)
+        close(memory.attend(make_step(memory, q, k, v))[0][0], expected)
 
 
 def test_every_token_is_in_one_place():
     """With keys of zero all rows weigh the same: the output counts in how many places each token is, and where."""
     window, sinks, T = 6, 1, 40
+    memory = make_memory(window, sinks, rows=5)
     q, k = torch.zeros(1, 4, T, 8, dtype=torch.float64), torch.zeros(1, 2, T, 8, dtype=torch.float64)
     for token in range(T):
         v = torch.zeros_like(k)
         v[:, :, token] = 1
-        out = make_memory(window, sinks, rows=5).attend(make_step(q, k, v))[0][0, :, 0, 0]
+        out = memory.attend(make_step(memory, q, k, v))[0][0, 0, :, 0]
         for t in range(token, T):
             evicted = max(t - window + 1 - sinks, 0)
             visible = sinks + min(t + 1 - sinks, window) + evicted % 4 + min(evicted // 4, 5)
@@ -104,13 +106,13 @@ def test_a_queue_of_everything_unpooled_is_full_attention(base):
 def test_bytes_are_constant_and_those_of_ahn(make_base):
     base, ids = make_base("Qwen2"), tokens(1, 60)
     model = retrofit.patch(base, "compressive", 8, 2)
-    assert retrofit.state_bytes(model) == retrofit.state_bytes(retrofit.patch(base, "ahn-gdn", 8, 2))
+    assert state_bytes(model) == state_bytes(retrofit.patch(base, "ahn-gdn", 8, 2))
     cache, held = DynamicCache(), []
     for t in range(60):
         model(ids[:, t : t + 1], past_key_values=cache)
         held.append(retrofit.cache_bytes(cache))
     layers, row = 2, 2 * 2 * 16 * 4  # keys and values of 2 heads of 16 in float32
-    assert set(held[10:]) == {layers * (10 * row + retrofit.state_bytes(model))}
+    assert set(held[10:]) == {layers * (10 * row + state_bytes(model))}
 
 
 def test_nothing_to_train(make_base):

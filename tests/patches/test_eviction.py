@@ -13,7 +13,7 @@ from patches.cache import MemoryCacheLayer
 from patches.errors import RetrofitError
 from patches.eviction import Rows
 from patches.kinds import KINDS
-from patches.padding import Starts
+from patches.sequence import Starts
 from tests.patches.steps import make_step
 
 CASES = {
@@ -81,14 +81,13 @@ def make(kind, options, window=4, sinks=2):
     return KINDS[kind](config, window, sinks, KINDS[kind].read_options(options))
 
 
-def attend(memory, q, k, v, pad=None, layer=None):
-    """The memory on all tokens at once; ``q``, ``k`` not rotated."""
+def attend(memory, q, k, v, pads, layer):
+    """The memory on all tokens of padded texts at once; ``q``, ``k`` not rotated."""
     n = q.shape[2]
     position = torch.arange(n, dtype=torch.float64)[:, None]
-    pads = (0,) if pad is None else tuple(pad.tolist())
     rotated = turn(q, position), turn(k, position), v
-    step = make_step(*rotated, turns=rotary, starts=Starts(pads), layer=layer, scale=SCALE)
-    return memory.attend(step)[0]
+    step = make_step(memory, *rotated, turns=rotary, starts=Starts(pads, pads), layer=layer, scale=SCALE)
+    return memory(step)[0]
 
 
 def some(n=30, rows=2, **kwargs):
@@ -102,16 +101,16 @@ def some(n=30, rows=2, **kwargs):
 def test_every_choice_is_the_one_made_by_hand(kind, options, sinks):
     memory = make(kind, options, sinks=sinks)
     q, k, v = some()
-    pad = torch.tensor([0, 7])
+    pads = (0, 7)
     layer = MemoryCacheLayer(kind, memory.window, memory.sinks)
-    out = attend(memory, q, k, v, pad, layer)
+    out = attend(memory, q, k, v, pads, layer)
     sets = KV_HEADS if memory.options.scope == "head" else 1
-    for row, skip in enumerate(pad.tolist()):
+    for row, skip in enumerate(pads):
         for i in range(sets):
             ours, theirs = (slice(i * size // sets, (i + 1) * size // sets) for size in (HEADS, KV_HEADS))
             # positions start after the padding by hand: attention does not change when all are shifted
             heads, kept = by_hand(memory, q[row, ours, skip:], k[row, theirs, skip:], v[row, theirs, skip:])
-            torch.testing.assert_close(out[row, skip:, ours].transpose(0, 1), heads, atol=1e-5, rtol=0)
+            torch.testing.assert_close(out[row, ours, skip:], heads, atol=1e-5, rtol=0)
             assert layer.state["positions"][row, i].tolist() == kept
             assert len(kept) == memory.capacity == layer.keys.shape[2]
 
@@ -122,12 +121,11 @@ def test_every_choice_is_the_one_made_by_hand(kind, options, sinks):
 def test_the_fast_loop_is_the_plain_one(kind, options, poisoned_empty):
     # longer than a block of the fast loop; gradients too
     inputs = some(n=200, requires_grad=True)
-    pad = torch.tensor([3, 0])
     results = []
     for how in ({"prefill": "token"}, {"prefill": "chunk", "chunk": 1}):
         layer = MemoryCacheLayer(kind, 4, 2)
-        out = attend(make(kind, {**options, **how}), *inputs, pad, layer)
-        weight = torch.linspace(-1, 1, out.shape[1], dtype=out.dtype)[:, None, None]
+        out = attend(make(kind, {**options, **how}), *inputs, (3, 0), layer)
+        weight = torch.linspace(-1, 1, out.shape[2], dtype=out.dtype)[:, None]
         results.append((out, layer.state["positions"], *torch.autograd.grad((out * weight).square().sum(), inputs)))
     for fast, plain in zip(*results, strict=True):
         torch.testing.assert_close(fast, plain, atol=1e-9, rtol=1e-9)

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 import retrofit
 from patches.errors import RetrofitError
 from patches.expected import ExpectedAttention
+from patches.kinds import KINDS
 from patches.low_bits import Channels, quantise, restore
-from patches.padding import Starts
 from patches.rotary import rotate
+from patches.sequence import Starts
 from patches.top_rows import EMPTY, choose
 from retrofit.calibration import calibrate
 from tests.conftest import tiny_base
@@ -73,14 +75,14 @@ def memory_and_heads(n: int = 40, **options: object) -> tuple[ExpectedAttention,
 
 
 def readable(memory: ExpectedAttention, q: Tensor, k: Tensor, v: Tensor, pads: list[int]) -> Tensor:
-    """The definition, token by token: scores by explicit matrices, a heap, one softmax. ``(B, n, H, D)``."""
+    """The definition, token by token: scores by explicit matrices, a heap, one softmax. ``(B, H, n, D)``."""
     B, H, n, _ = q.shape
     cos, sin = rotary(torch.arange(n)[None] - torch.tensor(pads)[:, None])
     turned_q, turned_k = rotate(q, cos, sin), rotate(k, cos, sin)
     # the average rotation as a matrix: what it does to each unit vector
     ahead = [x.mean(1, keepdim=True) for x in rotary(torch.arange(W, W + 16)[None])]
     average = rotate(torch.eye(DIM, dtype=torch.float64)[None, None], *ahead)[0, 0].T  # q ahead = average @ q
-    out = torch.zeros(B, n, H, DIM, dtype=torch.float64)
+    out = torch.zeros(B, H, n, DIM, dtype=torch.float64)
     for b in range(B):
         for h in range(H):
             key_head = h // 2
@@ -103,7 +105,7 @@ def readable(memory: ExpectedAttention, q: Tensor, k: Tensor, v: Tensor, pads: l
                 if gone >= 0:
                     seen += [first + i for i in after[gone]]
                 weights = (turned_k[b, key_head, seen] @ turned_q[b, h, t] / math.sqrt(DIM)).softmax(0)
-                out[b, t, h] = weights @ v[b, key_head, seen]
+                out[b, h, t] = weights @ v[b, key_head, seen]
     return out
 
 
@@ -112,13 +114,13 @@ def readable(memory: ExpectedAttention, q: Tensor, k: Tensor, v: Tensor, pads: l
 def test_attention_is_one_softmax_over_sinks_window_and_the_chosen(pads: list[int], rows: int | list[int]) -> None:
     memory, q, k, v = memory_and_heads(rows=rows)
     cos, sin = rotary(torch.arange(40)[None] - torch.tensor(pads)[:, None])
-    starts = Starts((5, 0), (-5, 0)) if any(pads) else Starts()
-    step = make_step(rotate(q, cos, sin), rotate(k, cos, sin), v, starts=starts)
+    starts = Starts(tuple(pads)) if any(pads) else Starts()
+    step = make_step(memory, rotate(q, cos, sin), rotate(k, cos, sin), v, starts=starts)
     heads, added = memory(step)
     assert added is None
     expected = readable(memory, q, k, v, pads)
     for b, pad in enumerate(pads):
-        torch.testing.assert_close(heads[b, pad:], expected[b, pad:], atol=1e-9, rtol=0)
+        torch.testing.assert_close(heads[b, :, pad:], expected[b, :, pad:], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("bits", [8, 6, 5, 4])
@@ -132,6 +134,70 @@ def test_rounded_rows_are_near_and_packed(bits: int) -> None:
     assert error.max() > 0
 
 
+DEAD = {"one": [1], "near": [1], "nearly all": range(15), "all": range(16), "none": []}
+
+
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("dead", DEAD)
+def test_a_channel_that_did_not_vary_costs_the_others_nothing(
+    dead: str, size: float, dtype: torch.dtype, bits: int
+) -> None:
+    """No channel's error is more than a few of the steps that the entry's own largest number would need."""
+    torch.manual_seed(0)
+    spread = size * torch.linspace(0.1, 1, 16, dtype=dtype).repeat(3, 1)
+    spread[:, DEAD[dead]] = size * (1e-2 if dead == "near" else 1e-6)
+    x = size * torch.randn(4, 3, 50, 16, dtype=dtype)
+    x[1, :, :, 1] *= 100
+    x[2, :, :, 1:] = 0
+    channels = Channels(size * torch.randn(3, 16, dtype=dtype), spread)
+    codes, scale = quantise(x, channels, bits)
+    from_mean = x - channels.mean.unsqueeze(-2)
+    error = (restore(codes, scale, channels, bits) - x).abs()
+    assert (error <= 4.1 * from_mean.abs().amax(-1, keepdim=True) / (2**bits - 1) + 1e-7).all()
+
+
+CONSTANT = {"one word": torch.full((1, 30), 7), "two words": torch.tensor([[7, 9]]).repeat(1, 15)}
+
+
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("text", CONSTANT)
+def test_entries_are_sound_whatever_calibration_saw(text: str, dtype: torch.dtype, bits: int, family: str) -> None:
+    base = tiny_base(family).to(dtype)
+    model = retrofit.patch(base, memory="expected", window=8, sinks=2, rows=100, bits=bits)
+    calibrate(model, [CONSTANT[text]])
+    read: list[tuple[Tensor, Tensor, Channels]] = []
+    for memory in model.model.memories().values():
+        make = memory._make_entries
+
+        def watch(step: Any, gone: Any, plain: Tensor, score: Tensor, memory: Any = memory, make: Any = make) -> Any:
+            kept = make(step, gone, plain, score)
+            for name, x, channels in zip("kv", (plain, gone.v), memory._channels(torch.float32), strict=True):
+                back = restore(kept[name], kept[f"{name}_scale"], channels, bits)
+                read.append((x.float(), back, channels))
+            return kept
+
+        memory._make_entries = watch
+    out = logits(model, tokens(2, 60))
+    assert out.isfinite().all()
+    assert read
+    for x, back, channels in read:
+        from_mean = (x - channels.mean.unsqueeze(-2)).abs().amax(-1, keepdim=True)
+        assert ((back - x).abs() <= 4.1 * from_mean / (2**bits - 1) + 1e-7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("text", CONSTANT)
+@pytest.mark.parametrize("kind", [kind for kind, memory in KINDS.items() if memory.calibrates])
+def test_texts_that_say_nothing_leave_numbers(kind: str, text: str, dtype: torch.dtype, family: str) -> None:
+    model = retrofit.patch(tiny_base(family).to(dtype), memory=kind, window=8, sinks=2)
+    calibrate(model, [CONSTANT[text]])
+    assert all(x.isfinite().all() for x in model.state_dict().values())
+    assert logits(model, tokens(2, 60)).isfinite().all()
+
+
 def test_rows_in_few_bits_change_little_and_take_what_they_say(family: str) -> None:
     base, ids = tiny_base(family), tokens(2, 60)
     whole = logits(base, ids)
@@ -142,7 +208,7 @@ def test_rows_in_few_bits_change_little_and_take_what_they_say(family: str) -> N
         out, cache = feed(model, ids, [30, 30])
         distances.append((out - whole).abs().max().item())
         held = sum(x.numel() * x.element_size() for layer in cache.layers for x in layer.state.values())
-        assert held == 2 * 2 * retrofit.state_bytes(model)  # two rows, two layers
+        assert held == 2 * 2 * retrofit.kept_bytes(model)  # two rows, two layers
     assert distances[0] < 1e-5  # as many rows as tokens: full attention
     assert distances[0] < distances[1] < distances[-1] < 1
 

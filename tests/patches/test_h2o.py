@@ -31,7 +31,7 @@ def test_scores_count_from_the_first_token(eager, scope):
         for size in sizes:
             model(ids[:, at : at + size], past_key_values=cache)
             at += size
-        assert not cache.layers[0].evicting
+        assert not cache.sequence.evicting
         torch.testing.assert_close(cache.layers[0].state["scores"], received(eager, ids, scope), atol=1e-5, rtol=0)
 
 
@@ -57,7 +57,7 @@ def test_sizes(eager):
         assert model(ids, use_cache=True).past_key_values.layers[0].keys.shape[2] == rows
     # what is kept beyond sinks and window counts as state: keys and values, and a position and a score of every row
     model = retrofit.patch(eager, memory="h2o", window=6, sinks=2, heavy=3, scope="layer")
-    assert retrofit.state_bytes(model) == 4 * (3 * 2 * 2 * 16 + 2 * (2 + 6 + 3))
+    assert retrofit.kept_bytes(model) == 4 * (3 * 2 * 2 * 16 + 2 * (2 + 6 + 3))
 
 
 def test_more_rows_than_the_base_sees_are_refused(make_base):

@@ -11,8 +11,8 @@ from torch.nn.functional import elu
 import retrofit
 from patches.errors import RetrofitError
 from patches.infini import InfiniAttention, write_and_read
+from patches.memory import WindowOnly
 from patches.rotary import rotate
-from patches.window_only import WindowOnly
 from tests.conftest import tiny_base
 from tests.helpers import awake, close, feed, tokens
 from tests.patches import readable
@@ -56,7 +56,7 @@ def test_fast_forms_are_the_equations(write: str, length: int, continued: bool) 
 
 
 def by_hand(memory: InfiniAttention, q: Tensor, k: Tensor, v: Tensor, local: Tensor) -> Tensor:
-    """The heads ``(n, 4, 8)`` for one row: unrotated ``q`` (4, n, 8), ``k``, ``v`` (2, n, 8), token by token."""
+    """The heads ``(4, n, 8)`` for one row: unrotated ``q`` (4, n, 8), ``k``, ``v`` (2, n, 8), token by token."""
     n, W, S = q.shape[1], memory.window, memory.sinks
     if memory.options.positions == "rotated":
         q, k = (rotate(x[None], *rotary(torch.arange(n)[None]))[0] for x in (q, k))
@@ -76,7 +76,7 @@ def by_hand(memory: InfiniAttention, q: Tensor, k: Tensor, v: Tensor, local: Ten
             if t >= W + S:
                 h, gate = head // 2, memory.factor[head] * memory.beta[head].sigmoid()
                 read = q[head, t] @ M[h] / (q[head, t] @ z[h])
-                out[t, head] = gate * read + (1 - gate) * local[t, head]
+                out[head, t] = gate * read + (1 - gate) * local[head, t]
     return out
 
 
@@ -86,7 +86,7 @@ def test_every_option_is_its_equation(options: dict[str, Any]) -> None:
     memory = make(window=5, sinks=2, **options)
     q, k, v = (2 * torch.randn(heads, 40, 8, dtype=torch.float64) for heads in (4, 2, 2))
     turned = (rotate(x[None], *rotary(torch.arange(40)[None])) for x in (q, k))
-    step = make_step(*turned, v[None])
+    step = make_step(memory, *turned, v[None])
     local, _ = WindowOnly(CONFIG, 5, 2, None).attend(step)
     heads, added = memory.attend(step)
     assert added is None
@@ -102,7 +102,7 @@ def test_training_is_streaming(options: dict[str, Any]) -> None:
     close(streamed, trained)
     close(feed(model, ids, [13, 20, 27])[0], trained)
     held = sum(tensor.untyped_storage().nbytes() for tensor in cache.layers[0].state.values())
-    assert held == 2 * retrofit.state_bytes(model)  # two rows
+    assert held == 2 * retrofit.kept_bytes(model)  # two rows
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -122,7 +122,7 @@ def test_a_closed_gate_leaves_the_window_alone(options: dict[str, Any]) -> None:
 def test_long_keys_stay_finite(write: str) -> None:
     memory = make(window=5, write=write)
     q, k, v = (torch.randn(1, heads, 2000, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    heads, _ = memory.attend(make_step(100 * q, 100 * k, v))  # some features are zero in every channel
+    heads, _ = memory.attend(make_step(memory, 100 * q, 100 * k, v))  # some features are zero in every channel
     assert heads.isfinite().all()
     assert heads.abs().max() < 100
 

@@ -15,7 +15,7 @@ import retrofit
 from patches.errors import RetrofitError
 from patches.joint import MASS_EPS, OPENING, JointMemory, JointOptions
 from patches.rotary import rotate
-from tests.helpers import S, W, awake, awaken, close, feed, left_mask, logits, positions, tokens
+from tests.helpers import S, W, awake, awaken, close, feed, left_mask, logits, positions, state_bytes, tokens
 from tests.patches.steps import make_step
 
 MakeBase = Callable[..., PreTrainedModel]
@@ -55,7 +55,7 @@ def written_out(
     """
     cos, sin = rotary(torch.arange(T)[None])
     turned_q, turned_k = rotate(q, cos, sin), rotate(k, cos, sin)
-    out = torch.zeros(B, T, memory.heads, memory.head_dim, dtype=torch.float64)
+    out = torch.zeros(B, memory.heads, T, memory.head_dim, dtype=torch.float64)
     for b in range(B):
         for h in range(memory.heads):
             kv = h // (memory.heads // memory.kv_heads)
@@ -67,7 +67,7 @@ def written_out(
                 window = scores.softmax(0) @ v[b, kv, seen]
                 j = t - W
                 if j < S:
-                    out[b, t, h] = window
+                    out[b, h, t] = window
                     continue
                 value = torch.cat([v[b, kv, j], torch.ones(1).double()])
                 weigh, candidates = [memory.window_weight[h] * scores.logsumexp(0)], [window]
@@ -90,9 +90,9 @@ def written_out(
                     weigh.append(mass.log() + apply(branch.logit, x[b, t])[h] + known)
                     candidates.append(read + read @ branch.read_proj.weight[h].double())
                 share = torch.stack(weigh).softmax(0)[1:] * (OPENING * memory.opening[h]).tanh()
-                out[b, t, h] = (1 - share.sum()) * window
+                out[b, h, t] = (1 - share.sum()) * window
                 for z, candidate in zip(share, candidates[1:], strict=True):
-                    out[b, t, h] += z * candidate
+                    out[b, h, t] += z * candidate
     return out
 
 
@@ -107,7 +107,7 @@ def test_it_is_the_equations(make_base: MakeBase, form: dict[str, Any]) -> None:
         return model.model.rotary_emb(x.new_empty(0), positions.expand(1, -1))
 
     cos, sin = rotary(torch.arange(T)[None])
-    ours, _ = memory(make_step(rotate(q, cos, sin), rotate(k, cos, sin), v, turns=rotary, x=x, scale=SCALE))
+    ours, _ = memory(make_step(memory, rotate(q, cos, sin), rotate(k, cos, sin), v, turns=rotary, x=x, scale=SCALE))
     theirs = written_out(memory, x, q, k, v, rotary)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)  # unit() adds 1e-6 inside its root
     weights = torch.randn(ours.shape, generator=generator).double()
@@ -121,7 +121,7 @@ def test_it_is_the_equations(make_base: MakeBase, form: dict[str, Any]) -> None:
 
 def test_features_set_the_bytes(make_base: MakeBase) -> None:
     model = retrofit.patch(make_base("Qwen3"), "joint", W, S, **FORMS["both, wide"])
-    assert retrofit.state_bytes(model) == 2 * 2 * 37 * (16 + 1) * 4  # two branches, two key heads
+    assert state_bytes(model) == 2 * 2 * 37 * (16 + 1) * 4  # two branches, two key heads
 
 
 @pytest.mark.parametrize("head_dim", [4, 8, 32, 64, 96, 128])
@@ -131,9 +131,9 @@ def test_no_more_bytes_than_ahn(make_base: MakeBase, form: dict[str, Any], head_
     ours = retrofit.patch(base, "joint", W, S, **form)
     cache = ours(tokens(1, 30), use_cache=True).past_key_values
     held = sum(tensor.nbytes for tensor in cache.layers[0].state.values())
-    assert held == retrofit.state_bytes(ours)
+    assert held == state_bytes(ours)
     group = 1 if form.get("shared_state") is False else 2
-    whole = retrofit.state_bytes(retrofit.patch(base, "ahn-gdn", W, S))
+    whole = state_bytes(retrofit.patch(base, "ahn-gdn", W, S))
     assert 0.4 * 4 * 4 * head_dim**2 < group * held <= whole
 
 

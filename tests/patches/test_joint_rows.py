@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import retrofit
 from patches.errors import RetrofitError
 from patches.rotary import rotate
-from tests.helpers import S, W, awake, awaken, logits, tokens
+from tests.helpers import S, W, awake, awaken, logits, state_bytes, tokens
 from tests.patches.steps import make_step
 from tests.patches.test_joint import SCALE, B, T, written_out
 
@@ -30,7 +30,7 @@ def test_it_is_the_equations(make_base: MakeBase) -> None:
         return model.model.rotary_emb(x.new_empty(0), positions.expand(1, -1))
 
     cos, sin = rotary(torch.arange(T)[None])
-    step = make_step(rotate(q, cos, sin), rotate(k, cos, sin), v, turns=rotary, x=x, scale=SCALE)
+    step = make_step(memory, rotate(q, cos, sin), rotate(k, cos, sin), v, turns=rotary, x=x, scale=SCALE)
     score = memory.score(k, v, step)
 
     def rows(b: int, kv: int, t: int) -> list[int]:
@@ -70,7 +70,7 @@ def test_calibration_is_that_of_expected(make_base: MakeBase) -> None:
 @pytest.mark.parametrize(("options", "bytes_"), [({}, 2 * (408 + 4 * 132)), ({"rows": 3, "features": 2}, 2 * 668)])
 def test_bytes(make_base: MakeBase, options: dict[str, Any], bytes_: int) -> None:
     """Per key head: two branches of F x (D + 1) numbers, rows of 2 D numbers and a score; by default within 4 D^2."""
-    assert retrofit.state_bytes(retrofit.patch(make_base("Qwen2"), "joint-rows", W, S, **options)) == bytes_
+    assert state_bytes(retrofit.patch(make_base("Qwen2"), "joint-rows", W, S, **options)) == bytes_
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from distill.local_fit import LocalFit
 from patches import joint_start
 from patches.errors import RetrofitError
 from patches.joint import JointMemory
-from patches.padding import Starts
 from patches.rotary import rotate
-from patches.step import Pass
+from patches.sequence import Pass, Starts
 from tests.helpers import S, W, tokens
 from tests.patches.steps import make_step, rotary
 from tests.patches.test_joint import FORMS
@@ -38,7 +37,7 @@ def observed(config: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options:
         if "forget" in name or "write" in name:
             parameter.data.fill_(-60.0 if name.endswith("forget.bias") else 0.0)
     for again in (False, True):
-        memory.observe(make_step(q, k, v, turns=still, x=x), again)
+        memory.observe(make_step(memory, q, k, v, turns=still, x=x), again)
         memory.settle()
     return memory
 
@@ -62,14 +61,14 @@ def test_keys_on_as_many_points_as_features_are_read_exactly(of_few_keys: dict[s
     memory = observed(**of_few_keys, **form)
     q, k, v, x = (of_few_keys[name] for name in ("q", "k", "v", "x"))
     first, count = W + S, LONG - W - S
-    gates = memory.write_gates(x)[:, S : S + count].split(memory.states, -1)[:: 1 + memory.both]
+    gates = memory.write_gates(x).mT[:, :, S : S + count].split(memory.states, 1)[:: 1 + memory.both]
     values = pad(v[:, :, S : S + count], (0, 1), value=1.0)
     far, _, _ = memory.linear(q[:, :, first:], k[:, :, S : S + count], values, gates, None)
     for t in range(first + 20, LONG):  # before that the mass may be small beside MASS_EPS
         gone = slice(S, t - W + 1)
         logits = q[:, :, t].unflatten(1, (2, 2)) @ k[:, :, gone].mT * DIM**-0.5  # (B, H_kv, G, j)
         full = logits.softmax(-1) @ v[:, :, gone]
-        torch.testing.assert_close(far[:, t - first], full.flatten(1, 2), atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(far[:, :, t - first], full.flatten(1, 2), atol=2e-3, rtol=2e-3)
 
 
 def test_sinks_have_no_part_in_the_maps(of_few_keys: dict[str, Any]) -> None:

@@ -9,13 +9,11 @@ from transformers import DynamicCache, Qwen2Config
 
 import retrofit
 from patches.errors import RetrofitError
-from patches.kvm import KVM
-from patches.kvm_blocks import Rule
-from patches.kvm_budget import Budget, Schedule
-from patches.kvm_rows import absorb, choose, prepare
-from tests.helpers import awake, close, feed, left_mask, logits, tokens
+from patches.kvm import KVM, Budget, Rule, Schedule, no_rows
+from patches.kvm_rows import absorb, prepare
+from tests.helpers import awake, close, feed, left_mask, logits, state_bytes, tokens
 from tests.helpers import positions as positions_of
-from tests.patches.kvm_paper import LayerNormKeys, kvm_attention
+from tests.patches.kvm_paper import LayerNormKeys, choose, kvm_attention
 from tests.patches.readable_kvm import attention
 from tests.patches.steps import make_step, rotary
 
@@ -31,8 +29,9 @@ BUDGETS = [
 
 
 @pytest.fixture(params=["kvm_fixed", "kvm_gqa_sqrt"])
-def oracle(request, shared):
-    """Its tensors, its settings, and our keys and rule for them."""
+def oracle(request, shared, monkeypatch):
+    """Its tensors, its settings, and our keys and rule for them; rows are chosen as the paper does."""
+    monkeypatch.setattr("patches.kvm_rows.choose", choose)
     name = shared / "oracles" / request.param
     tensors, settings = load_file(f"{name}.safetensors"), json.loads(name.with_suffix(".json").read_text())
     for of in ("q", "k", "v", "merge_gate", "ln_s_k_weight", "ln_s_k_bias", "state_head_temp", "front_head_temp"):
@@ -42,8 +41,9 @@ def oracle(request, shared):
         of["state_budget_mode"], of["state_min_len"], of["state_growth_factor"], of["state_growth_exponent"]
     )
     schedule = Schedule(budget, of["chunk_len"], of["chunk_len"] * of["n_bswa_chunks"])
-    rule = Rule(schedule, tensors["state_head_temp"], settings["head_dim"] ** -0.5, of["sink_len"])
-    return tensors, settings, LayerNormKeys(tensors["ln_s_k_weight"], tensors["ln_s_k_bias"], 4), rule
+    rule = Rule(schedule, tensors["state_head_temp"], settings["head_dim"] ** -0.5)
+    keys = LayerNormKeys(tensors["ln_s_k_weight"], tensors["ln_s_k_bias"], 4, of["sink_len"])
+    return tensors, settings, keys, rule
 
 
 def run(oracle, sizes):
@@ -51,9 +51,9 @@ def run(oracle, sizes):
     pieces, past = [], None
     given = [tensors[name].split(sizes, 2) for name in ("q", "k", "v", "merge_gate")]
     for q, k, v, gates in zip(*given, strict=True):
-        out, past = kvm_attention(q, k, v, gates, keys, rule, tensors["front_head_temp"], past)
+        out, past = kvm_attention(q, k, v, gates.squeeze(-1), keys, rule, tensors["front_head_temp"], past)
         pieces.append(out)
-    return torch.cat(pieces, 1).flatten(2), past
+    return torch.cat(pieces, 2).transpose(1, 2).flatten(2), past
 
 
 def test_oracle_prefill_state_and_gradients(oracle):
@@ -87,20 +87,20 @@ def test_oracle_appended_and_merged_tokens(oracle):
     chunk, steps = rule.schedule.chunk, settings["update_steps_prefill"]
     size = (len(steps) + 1) * chunk
     k, v, gates = (tensors[name][:, :, :size] for name in ("k", "v", "merge_gate"))
-    blocks = prepare(k, v, gates, torch.arange(size)[None], keys, chunk)
-    rows = absorb(k.new_zeros(*k.shape[:2], 0, 2 * k.shape[3] + 4), blocks, 0, keys, [0], [chunk], [True])
+    blocks = prepare(k, v, gates.squeeze(-1), torch.arange(size), keys, chunk)
+    rows = absorb(no_rows(k), blocks, 0, keys, chunk)
     for number, step in enumerate(steps, 1):
-        before, after = [rule.schedule.rows(number)], [rule.schedule.rows(number + 1)]
-        assert (before, after) == ([step["len_before"]], [step["len_after"]])
-        _, founds = choose(rows, blocks, number, keys, before, after, rule.barred)
+        before, after = rule.schedule.rows(number), rule.schedule.rows(number + 1)
+        assert (before, after) == (step["len_before"], step["len_after"])
+        _, founds = choose(rows, blocks, number, keys, after)
         if step["append_idx_rel"] is None:
-            assert founds is None
+            assert not founds.any()
         else:
             order = founds.logical_not().int().argsort(dim=-1, stable=True)
-            appended, merged = order.split([after[0] - before[0], chunk - after[0] + before[0]], -1)
+            appended, merged = order.split([after - before, chunk - after + before], -1)
             assert appended.tolist() == step["append_idx_rel"]
             assert merged.tolist() == step["merge_idx_rel"]
-        rows = absorb(rows, blocks, number, keys, before, after, [True], rule.barred)
+        rows = absorb(rows, blocks, number, keys, after)
 
 
 # ---- the form for a pretrained base ----
@@ -116,8 +116,8 @@ def test_equals_the_readable_form(options, positions):
     memory = KVM(config, window, sinks, KVM.read_options({"chunk": chunk, "positions": positions, **options})).double()
     memory.temperature.copy_(torch.rand(4) + 0.5)
     q, k, v = (torch.randn(2, heads, T, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    gates, bias = torch.rand(2, T, 2, dtype=torch.float64) + 0.5, torch.randn(16, dtype=torch.float64)
-    fast, _ = memory.attend(make_step(q, k, v, gates=gates, key_bias=bias))
+    gates, bias = torch.rand(2, 2, T, dtype=torch.float64) + 0.5, torch.randn(16, dtype=torch.float64)
+    fast, _ = memory.attend(make_step(memory, q, k, v, gates=gates, key_bias=bias))
     for b in range(2):
         for h in range(2):
             group = slice(2 * h, 2 * h + 2)
@@ -125,7 +125,7 @@ def test_equals_the_readable_form(options, positions):
                 q[b, group],
                 k[b, h],
                 v[b, h],
-                gates[b, :, h],
+                gates[b, h],
                 memory.temperature[group],
                 rotary,
                 chunk=chunk,
@@ -135,7 +135,7 @@ def test_equals_the_readable_form(options, positions):
                 bias=bias.view(2, 8)[h],
                 positions=positions,
             )
-            close(fast[b, :, group], readable)
+            close(fast[b, group].transpose(0, 1), readable)
 
 
 @torch.no_grad()
@@ -174,15 +174,15 @@ def test_equal_tokens_are_a_tie_however_they_are_computed(make_base):
 @torch.no_grad()
 def test_the_window_saw_tooths():
     """A token is exact until the chunk W after its own begins: what merges with weight 0 is seen only so long."""
-    step = make_step(*(torch.randn(1, heads, 24, 8, dtype=torch.float64) for heads in (4, 2, 2)))
     config = Qwen2Config(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     memory = KVM(config, 8, 0, KVM.read_options({"chunk": 4, "rows": 4})).double()
     memory.temperature.fill_(1.0)
-    step.gates = torch.zeros(1, 24, 2, dtype=torch.float64)
+    step = make_step(memory, *(torch.randn(1, heads, 24, 8, dtype=torch.float64) for heads in (4, 2, 2)))
+    step.gates = torch.zeros(1, 2, 24, dtype=torch.float64)
     before = memory.attend(step)[0]
     for token, last in ((4, 11), (5, 11), (7, 11), (8, 15)):  # the first chunk, 0 to 3, founds rows instead
         step.v[:, :, token] += 1
-        differs = (memory.attend(step)[0] - before).abs().amax((0, 2, 3)) > 1e-12
+        differs = (memory.attend(step)[0] - before).abs().amax((0, 1, 3)) > 1e-12
         step.v[:, :, token] -= 1
         assert differs.nonzero().flatten().tolist() == list(range(token, last + 1))
 
@@ -193,7 +193,7 @@ def test_long_prompts_go_block_by_block(make_base, monkeypatch):
     ids = tokens(2, 60)
     expected = logits(model, ids)
     for gathered in (1, 5000):
-        for module in ("merged_softmax", "kvm_blocks"):
+        for module in ("merged_softmax", "kvm"):
             monkeypatch.setattr(f"patches.{module}.GATHERED", gathered)
         close(logits(model, ids), expected)
 
@@ -244,7 +244,7 @@ def test_by_default_the_state_is_no_larger_than_ahn(family, make_base):
     base = make_base(family)
     kvm, ahn = (retrofit.patch(base, kind, 512, 4) for kind in ("kvm", "ahn-gdn"))
     memory = kvm.model.layers[0].self_attn.memory
-    assert retrofit.state_bytes(kvm) <= retrofit.state_bytes(ahn) < retrofit.state_bytes(kvm) * (1 + 1 / memory.rows)
+    assert state_bytes(kvm) <= state_bytes(ahn) < state_bytes(kvm) * (1 + 1 / memory.rows)
     assert 512 % memory.chunk == 0
     assert memory.chunk <= memory.rows
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import retrofit
 from patches.errors import RetrofitError
+from patches.memory import Pairs
 from patches.tensor_cache import RULES, TensorCache
-from patches.ungated_memory import Pairs
 from tests.conftest import tiny_base
 from tests.helpers import awake, close, feed, logits, tokens
 from tests.patches import readable
@@ -62,6 +62,17 @@ def test_reads_and_states_are_the_references(rule: str, unit: bool, oracle: dict
     assert not oracle[f"r_{suffix}"][:, :window].any()
 
 
+@pytest.mark.parametrize("rule", ["outer", "delta"])
+def test_unit_keys_are_the_references(rule: str, oracle: dict[str, Tensor]) -> None:
+    memory = make(window=6, rule=rule, normalize_keys=True)
+    memory.load_state_dict({f"fast.{name}": oracle[name] for name in ("theta_lambda", "theta_eta")}, strict=False)
+    q, k, v = (oracle[name][None] for name in ("q", "k", "v"))
+    pairs = Pairs(q[:, :, 6:], k[:, :, :-6], v[:, :, :-6], start=0, lag=6, lead=0)
+    read, state = memory.exchange(make_step(memory, q, k, v), pairs, {})
+    close(read[0], oracle[f"r_{rule}_write_read_normk"][:, 6:])
+    close(state["fast.matrix"][0], oracle[f"A_{rule}_write_read_normk"])
+
+
 def test_what_is_added_is_the_references(oracle: dict[str, Tensor]) -> None:
     memory = make(window=6, normalize_keys=False)
     weights = {
@@ -71,8 +82,8 @@ def test_what_is_added_is_the_references(oracle: dict[str, Tensor]) -> None:
         "W_tc.weight": oracle["W_tc"],
     }
     memory.load_state_dict(weights)
-    heads, added = memory.attend(make_step(*(oracle[name][None] for name in ("q", "k", "v"))))
-    close(heads[0].transpose(0, 1), oracle["local"])
+    heads, added = memory.attend(make_step(memory, *(oracle[name][None] for name in ("q", "k", "v"))))
+    close(heads[0], oracle["local"])
     close(added[0], oracle["mem_out"])  # the reference's is behind the gate
 
 
@@ -97,7 +108,7 @@ def test_fast_forms_are_the_equations(rule: str, length: int) -> None:
 def by_hand(memory: TensorCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What is added ``(n, E)`` for one row of ``q`` (4, n, 8), ``k``, ``v`` (2, n, 8), token by token."""
     o, n, W, S = memory.options, q.shape[1], memory.window, memory.sinks
-    unit = lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()  # noqa: E731
+    unit = lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-5)  # noqa: E731
     names = ("fast", "slow")[: 1 + o.two_timescale]
     A = {name: torch.zeros(2, o.slots, 8, 8, dtype=q.dtype) for name in names}
     z = {name: torch.zeros(2, o.slots, 8, dtype=q.dtype) for name in names}
@@ -142,7 +153,7 @@ def by_hand(memory: TensorCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_every_option_is_its_equation(options: dict[str, Any]) -> None:
     memory = make(window=5, sinks=2, **options)
     q, k, v = (3 * torch.randn(heads, 40, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    _, added = memory.attend(make_step(q[None], k[None], v[None]))
+    _, added = memory.attend(make_step(memory, q[None], k[None], v[None]))
     close(added[0], by_hand(memory, q, k, v))
 
 
@@ -155,7 +166,7 @@ def test_training_is_streaming(options: dict[str, Any]) -> None:
     close(streamed, trained)
     close(feed(model, ids, [13, 20, 27])[0], trained)
     held = sum(tensor.untyped_storage().nbytes() for tensor in cache.layers[0].state.values())
-    assert held == 2 * retrofit.state_bytes(model)  # two rows
+    assert held == 2 * retrofit.kept_bytes(model)  # two rows
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -172,8 +183,8 @@ def test_a_token_goes_to_one_slot_and_the_others_stay() -> None:
     memory = make(window=4, slots=3, two_timescale=True)
     q, k, v = (torch.randn(1, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2))
     before = {f"{name}.matrix": torch.randn(1, 6, 8, 8, dtype=torch.float64) for name in ("fast", "slow")}
-    pairs = Pairs(q[:, :, 4:], k[:, :, :1], v[:, :, :1], None, None, start=0, lag=4, lead=0)
-    _, after = memory.exchange(make_step(q, k, v), pairs, before)
+    pairs = Pairs(q[:, :, 4:], k[:, :, :1], v[:, :, :1], start=0, lag=4, lead=0)
+    _, after = memory.exchange(make_step(memory, q, k, v), pairs, before)
     keys = k[0, :, 0] / k[0, :, 0].norm(dim=-1, keepdim=True)
     slot_keys = memory.slot_keys / memory.slot_keys.norm(dim=-1, keepdim=True)
     nearest = (slot_keys @ keys[:, :, None]).squeeze(-1).argmax(1)  # (H_kv,)

@@ -20,7 +20,7 @@ def feed(model, ids, sizes, **kwargs):
     for size in sizes:
         logits.append(model(ids[:, at : at + size], past_key_values=cache, **kwargs).logits)
         at += size
-        kept.append([layer.state["positions"] if layer.evicting else None for layer in cache.layers])
+        kept.append([layer.state.get("positions") for layer in cache.layers])
     return torch.cat(logits, 1), kept
 
 
@@ -38,7 +38,7 @@ def test_logits_and_kept_tokens_are_the_references(oracle, feeding, size):
     base, tensors, runs, _ = oracle
     model = retrofit.patch(base, memory="tova", window=size, prefill="full")
     logits, kept = feed(model, tensors["input_ids"], FEEDS[feeding])
-    torch.testing.assert_close(logits, tensors[f"logits_{feeding}_{size}"], atol=2e-5, rtol=0)
+    torch.testing.assert_close(logits, tensors[f"logits_{feeding}_{size}"], atol=1e-5, rtol=0)
     log = runs[f"{feeding}_{size}"]
     for i, entry in enumerate(log):
         ours = kept[i // 3][entry["layer"]]
@@ -55,7 +55,7 @@ def test_the_default_is_the_reference_fed_token_by_token(oracle):
     base, tensors, *_ = oracle
     model = retrofit.patch(base, memory="tova", window=8)
     logits = model(tensors["input_ids"]).logits
-    torch.testing.assert_close(logits, tensors["logits_token_by_token_8"], atol=2e-5, rtol=0)
+    torch.testing.assert_close(logits, tensors["logits_token_by_token_8"], atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from patches import lse as lse_file
 from patches import window as window_file
 from patches.lse import attention_lse, naive_attention_lse, recomputed_attention_lse
-from patches.window import decode_attention, window_attention, window_attention_lse
+from patches.window import decode_attention, window_attention
 
 B, H, KV, T, D, SCALE = 2, 4, 2, 90, 8, 0.3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -29,47 +29,31 @@ def heads(dtype: torch.dtype = torch.float64, length: int = T) -> list[Tensor]:
     return [(2 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_() for shape in shapes]
 
 
-def blocked(attention, q, k, v, window, sinks, padding=None):  # type: ignore[no-untyped-def]
-    """``attention`` over a whole sequence at once, its rows padded on the left by ``padding`` (B,)."""
-    k_stream, v_stream = (pad(x, (0, 0, window, 0)) for x in (k, v))
-    first = torch.zeros(B, dtype=torch.long) if padding is None else padding
-    slot = (first[:, None] + torch.arange(sinks))[:, None, :, None].expand(-1, KV, -1, D)
-    return attention(
-        q,
-        k_stream,
-        v_stream,
-        k.gather(2, slot),
-        v.gather(2, slot),
-        window=window,
-        start=0,
-        scale=SCALE,
-        pad=padding,
-        max_pad=0 if padding is None else int(padding.max()),
-    )
+def blocked(q, k, v, window, sinks, lse=True):  # type: ignore[no-untyped-def]
+    """The window's attention over a whole sequence at once."""
+    near = (pad(x, (0, 0, window, 0)) for x in (k, v))
+    how = {"window": window, "start": 0, "scale": SCALE, "lse": lse}
+    return window_attention(q, *near, k[:, :, :sinks], v[:, :, :sinks], **how)
 
 
-def dense(q, k, v, window, sinks, padding=None):  # type: ignore[no-untyped-def]
+def dense(q, k, v, window, sinks):  # type: ignore[no-untyped-def]
     """The same by one T x T softmax in float64."""
     k, v = (x.double().repeat_interleave(H // KV, 1) for x in (k, v))
-    first = (torch.zeros(B, dtype=torch.long) if padding is None else padding)[:, None, None]
     t, j = torch.arange(T)[:, None], torch.arange(T)
-    seen = (j <= t) & ((t - j < window) | (j < first + sinks)) & (j >= first) | (j == t)
-    logits = (q.double() @ k.transpose(2, 3) * SCALE).masked_fill(~seen[:, None], float("-inf"))
-    return (logits.softmax(-1) @ v).transpose(1, 2), logits.logsumexp(-1).transpose(1, 2)
+    seen = (j <= t) & ((t - j < window) | (j < sinks))
+    logits = (q.double() @ k.mT * SCALE).masked_fill(~seen, float("-inf"))
+    return logits.softmax(-1) @ v, logits.logsumexp(-1)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (1, 3), (7, 2), (32, 4), (88, 1)])
-@pytest.mark.parametrize("padding", [None, (0, 23)])
-def test_it_is_the_dense_softmax(form: str, window: int, sinks: int, padding: tuple[int, ...] | None) -> None:
-    q, k, v = heads()
-    before = None if padding is None else torch.tensor(padding)
-    ours = blocked(window_attention_lse, q, k, v, window, sinks, before)
-    theirs = dense(q, k, v, window, sinks, before)
+def test_it_is_the_dense_softmax(form: str, window: int, sinks: int) -> None:
+    rows = heads()
+    ours, theirs = blocked(*rows, window, sinks), dense(*rows, window, sinks)
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, reference, atol=1e-12, rtol=0)
     weights = [torch.randn(x.shape, dtype=x.dtype) for x in theirs]
     for mine, reference in zip(
-        torch.autograd.grad(ours, (q, k, v), weights), torch.autograd.grad(theirs, (q, k, v), weights), strict=True
+        torch.autograd.grad(ours, rows, weights), torch.autograd.grad(theirs, rows, weights), strict=True
     ):
         torch.testing.assert_close(mine, reference, atol=1e-11, rtol=0)
 
@@ -77,7 +61,7 @@ def test_it_is_the_dense_softmax(form: str, window: int, sinks: int, padding: tu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_dtypes(form: str, dtype: torch.dtype) -> None:
     q, k, v = heads(dtype)
-    out, lse = blocked(window_attention_lse, q, k, v, 16, 2)
+    out, lse = blocked(q, k, v, 16, 2)
     assert out.dtype == dtype
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
     for mine, reference in zip((out, lse), dense(q, k, v, 16, 2), strict=True):
@@ -101,13 +85,13 @@ def test_gradients_of_every_form(form, masked: bool) -> None:  # type: ignore[no
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_on_a_cpu_the_output_is_bit_for_bit_that_without(dtype: torch.dtype) -> None:
     q, k, v = heads(dtype)
-    for padding in (None, torch.tensor([0, 23])):
-        plain = blocked(window_attention, q, k, v, 16, 3, padding)
-        assert torch.equal(blocked(window_attention_lse, q, k, v, 16, 3, padding)[0], plain)
+    plain, none = blocked(q, k, v, 16, 3, lse=False)
+    assert none is None
+    assert torch.equal(blocked(q, k, v, 16, 3)[0], plain)
     rows = q[:, :, -1:], k, v
     out, lse = decode_attention(*rows, scale=SCALE, lse=True)
     assert torch.equal(out, decode_attention(*rows, scale=SCALE)[0])
-    assert lse.shape == (B, 1, H)
+    assert lse.shape == (B, H, 1)
 
 
 def test_a_mask_for_all_queries_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, Qwen2Config
 
-import patches.frames
 import patches.modeling
 import patches.window
 from patches.kinds import new_memory
-from patches.padding import Starts
+from patches.sequence import Starts
 from retrofit.calibration import measure_needs
 from retrofit.patching import skeleton
 
@@ -100,7 +99,7 @@ def main(guard: str, kinds: list[str]) -> None:
     ctypes.CDLL(guard)
     os.environ["RETROFIT_KERNELS"] = "torch"  # its own forms; the others' kernels are tested where they are
     torch.nn.functional.scaled_dot_product_attention = attention
-    patches.window.scaled_dot_product_attention = patches.frames.scaled_dot_product_attention = attention
+    patches.window.scaled_dot_product_attention = attention
     passes: dict[str, Callable[[], None]] = {
         f"{kind}, padded {pads}": partial(run, kind, pads) for kind in kinds for pads in ((0,), (0, 5))
     }

@@ -81,7 +81,7 @@ def test_the_last_window_is_saved(make_base: MakeBase, tmp_path: Path) -> None:
 
 
 def test_what_is_in_the_folder(saved: Path, make_base: MakeBase) -> None:
-    assert {file.name for file in saved.iterdir()} == {CONFIG, WEIGHTS, "README.md"}
+    assert {file.name for file in saved.iterdir()} == {CONFIG, WEIGHTS, "README.md", ".retrofit"}
     config = json.loads((saved / CONFIG).read_text())
     assert (config["peft_type"], config["task_type"]) == (PEFT_TYPE, "CAUSAL_LM")
     assert (config["memory"]["window"], config["memory"]["sinks"]) == (W, S)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import Result
 
 import retrofit
-from distill.preflight import lossless
+from distill.preflight import budgets
 from distill.recipe import Recipe
 from distill.simulate import step_bytes
 from patches.config import MemoryConfig
@@ -174,9 +175,13 @@ def test_a_recipe_that_is_distilled(byte_checkpoint: Path, tmp_path: Path) -> No
 WIDE: dict[str, Any] = {"memory": "joint", "window": 600, "sinks": 4, "seq_len": 512}
 
 
-def test_a_window_longer_than_the_rows_leaves_the_other_layers_to_learn(make_base: Callable[..., Any]) -> None:
+def test_rows_are_longer_than_every_window(make_base: Callable[..., Any]) -> None:
+    """A layer whose window holds whole rows would be exported as it began."""
     recipe = Recipe.from_dict({**WIDE, "by_layer": {"1-3": {"window": 40}, "4": {"features": 6}}})
-    assert lossless(recipe, make_base("Llama", num_hidden_layers=5).config) == 44
+    config = make_base("Llama", num_hidden_layers=5).config
+    assert budgets(replace(recipe, seq_len=606), config) == (44, 604)
+    with pytest.raises(RetrofitError, match=r"512 tokens never leave a window of 600 .* set 606 or more"):
+        budgets(recipe, config)
     with pytest.raises(RetrofitError, match="never leave a window of 600"):
         Recipe.from_dict({**WIDE, "by_layer": {"1": {"window": 700}, "4": {"features": 6}}})
 

@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from retrofit.files import check_file, check_output, write_folder, write_json, w
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != ".retrofit")
 
 
 def fail(target: Path, error: type[BaseException]) -> None:
@@ -44,8 +47,8 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    target.mkdir()
-    (target / "old").write_text("old")
+    with write_folder(target) as draft:
+        (draft / "old").write_text("old")
     with pytest.raises(KeyboardInterrupt):
         fail(target, KeyboardInterrupt)
     assert (target / "old").read_text() == "old"
@@ -62,6 +65,60 @@ def test_overwriting_is_asked_for_and_whole(tmp_path: Path) -> None:
     with write_folder(target, overwrite=True) as draft:
         (draft / "new").write_text("new")
     assert names(target) == ["new"]
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("stranger", ["thesis.txt", "new/thesis.txt", "link"])
+@pytest.mark.parametrize("ours", [False, True], ids=["a folder of theirs", "a file of theirs in ours"])
+def test_only_what_was_written_here_is_replaced(stranger: str, ours: bool, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    if ours:
+        with write_folder(target) as draft, write_folder(draft / "new") as inner:
+            (inner / "a").write_text("1")
+        with write_folder(target, overwrite=True) as draft:
+            shutil.copytree(target, draft, dirs_exist_ok=True)
+    (target / stranger).parent.mkdir(parents=True, exist_ok=True)
+    if stranger == "link":
+        (target / stranger).symlink_to(tmp_path)
+    else:
+        (target / stranger).write_text("mine")
+    before = sorted(target.rglob("*"))
+    with pytest.raises(RetrofitError, match=rf"holds {stranger}, which Retrofit did not write"):
+        fail(target, AssertionError)
+    assert sorted(target.rglob("*")) == before
+    assert names(tmp_path) == ["out"]
+
+
+WRITER = """
+import os, signal, sys
+from retrofit.files import write_folder
+with write_folder(sys.argv[1], overwrite=True) as draft:
+    (draft / "a").write_text("half")
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGKILL", -9)])
+def test_whoever_is_killed_leaves_nothing_for_long(number: str, status: int, tmp_path: Path) -> None:
+    mine = tmp_path / ".out.mine"
+    mine.mkdir()
+    done = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path / "out"), number])
+    assert done.returncode == status
+    assert len(names(tmp_path)) == (3 if number == "SIGKILL" else 1), "what was half written stayed"
+    with write_folder(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == [".out.mine", "out"]
+
+
+def test_what_was_there_outlives_who_was_killed_while_replacing_it(tmp_path: Path) -> None:
+    target, left = tmp_path / "out", tmp_path / ".out.abcd_123.retrofit"
+    with write_folder(target) as draft:
+        (draft / "a").write_text("whole")
+    left.mkdir()
+    target.rename(left / "replaced")
+    with pytest.raises(KeyboardInterrupt):
+        fail(target, KeyboardInterrupt)
+    assert (target / "a").read_text() == "whole"
     assert names(tmp_path) == ["out"]
 
 

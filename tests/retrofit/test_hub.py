@@ -62,7 +62,8 @@ def test_an_adapter_there_and_back(hub: HubServer, model: Any, adapter: Path, ma
     assert torch.equal(logits(again, IDS), logits(model, IDS))
 
 
-def test_a_model_there_and_back(hub: HubServer, model: Any, tmp_path: Path, byte_tokenizer: Any) -> None:
+def test_a_model_there_and_back(hub: HubServer, make_base: MakeBase, tmp_path: Path, byte_tokenizer: Any) -> None:
+    model = awake(make_base("Qwen2", vocab_size=len(byte_tokenizer)), "ahn-gdn")
     export_model(model, tmp_path / "model", byte_tokenizer)
     (tmp_path / "model" / "checkpoint-3").mkdir()
     (tmp_path / "model" / "optimizer.pt").write_bytes(b"pickle")
@@ -72,7 +73,18 @@ def test_a_model_there_and_back(hub: HubServer, model: Any, tmp_path: Path, byte
     assert "optimizer.pt" not in sent
     again = AutoModelForCausalLM.from_pretrained("user/model")
     assert torch.equal(logits(again, IDS), logits(model, IDS))
-    assert torch.equal(logits(retrofit.patch("user/model", "none", 8, 2).eval(), IDS[:, :9]), logits(model, IDS[:, :9]))
+    with pytest.raises(RetrofitError, match="has a memory already"):
+        retrofit.patch("user/model", "none", 8, 2)
+
+
+def test_a_tokenizer_that_does_not_fit_is_not_pushed(
+    hub: HubServer, model: Any, tmp_path: Path, byte_tokenizer: Any
+) -> None:
+    export_model(model, tmp_path / "model")
+    byte_tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(RetrofitError, match="the tokenizer has ids up to"):
+        retrofit.push_folder(tmp_path / "model", "user/model")
+    assert not hub.requests
 
 
 def test_branches(hub: HubServer, model: Any, make_base: MakeBase) -> None:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 import retrofit
 from patches.errors import RetrofitError
 from retrofit import loading
-from retrofit.loading import bfloat16_is_slow, load_base, load_config, load_tokenizer
+from retrofit.export import export_model
+from retrofit.loading import bfloat16_is_slow, check_tokenizer, load_base, load_config, load_tokenizer
+from tests.conftest import tiny_base
 from tests.helpers import awake, logits, tokens
 
 
@@ -223,6 +226,39 @@ def test_code_beside_a_checkpoint_is_not_run(pristine: dict[str, Path], tmp_path
 def test_a_tokenizer(pristine: dict[str, Path], byte_tokenizer: PreTrainedTokenizerFast) -> None:
     found = load_tokenizer(str(pristine["base"]))
     assert found("hello")["input_ids"] == byte_tokenizer("hello")["input_ids"]
+
+
+@pytest.fixture
+def words() -> PreTrainedTokenizerFast:
+    """A token for each word: a class of model that Qwen2's tokenizer has not."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_a_tokenizer_beside_an_export_loads_as_it_was(
+    family: str, words: PreTrainedTokenizerFast, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    export = retrofit.patch(tiny_base(family, vocab_size=len(byte_tokenizer)), "none", window=8)
+    for tokenizer in (words, byte_tokenizer):
+        export_model(export, tmp_path, tokenizer, overwrite=True)
+        again = AutoTokenizer.from_pretrained(tmp_path)
+        assert type(again) is type(tokenizer)
+        assert again("one two 3 .")["input_ids"] == tokenizer("one two 3 .")["input_ids"]
+
+
+def test_a_tokenizer_that_would_load_as_another_is_refused(words: PreTrainedTokenizerFast) -> None:
+    check_tokenizer(words, tiny_base("Llama").config)
+    with pytest.raises(RetrofitError, match=r"beside a 'qwen2' model, loads as a Qwen2Tokenizer with other ids"):
+        check_tokenizer(words, tiny_base("Qwen2").config)
+
+
+def test_a_tokenizer_with_ids_beyond_the_model_is_refused(
+    byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    with pytest.raises(RetrofitError, match=r"ids up to 258, the base has embeddings for 101"):
+        export_model(retrofit.patch(tiny_base("Qwen2"), "none", window=8), tmp_path / "out", byte_tokenizer)
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_tokenizer(pristine: dict[str, Path], tmp_path: Path, make_base: Callable[..., PreTrainedModel]) -> None:

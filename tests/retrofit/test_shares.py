@@ -40,7 +40,7 @@ def test_the_rows_are_divided_and_none_is_lost(family: str) -> None:
     rows = of_each(model)
     assert sum(map(sum, rows)) == 9 * sum(map(len, rows))
     assert len(set(rows)) > 1
-    assert retrofit.state_bytes(model) == retrofit.state_bytes(
+    assert retrofit.kept_bytes(model) == retrofit.kept_bytes(
         retrofit.patch(tiny_base(family), "expected", 8, 2, rows=9)
     )
 

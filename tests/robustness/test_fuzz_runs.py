@@ -19,10 +19,7 @@ from typer import BadParameter
 import retrofit
 from distill import resume
 from distill.checkpoint import damage, write_checksums
-from distill.data.chat import ChatTokenizer
-from distill.data.sources import open_source
 from distill.data.split import load_rows
-from distill.data.tokens import TokenRows, find_column
 from distill.lora import add_lora, load_lora, save_lora
 from distill.parallel.zero import find_config
 from distill.recipe import Recipe, load_recipe, shipped_recipes
@@ -35,6 +32,9 @@ from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.files import write_json
 from retrofit.options import pairs
 from retrofit.settings import settings
+from retrofit.texts.chat import ChatTokenizer
+from retrofit.texts.sources import open_source
+from retrofit.texts.tokens import TokenRows, find_column
 from tests.helpers import ROOT
 from tests.robustness.inputs import BYTES, JUNK, damaged, documents, put, refusal, safetensors, share
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from patches.memory import Kept
-from retrofit.serving.pages import Batch, PagedMemory, Share, can_batch
+from retrofit.serving.pages import Batch, PagedMemory, Share
 
 
 def garbage(pages: int, kept: Kept) -> Tensor:
@@ -40,7 +40,7 @@ class Engine:
             first += len(ids)
         body = self.model.model
         memory = self.layers[0].memory
-        batch = Batch(shares, memory.capacity, self.rotary, torch.device("cpu"), together=can_batch(memory))
+        batch = Batch(shares, memory.capacity, self.rotary, torch.device("cpu"), together=memory.decodes_ragged)
         positions = torch.cat([torch.arange(s.seen, s.seen + s.count) for s in shares])[None]
         hidden = body.embed_tokens(torch.cat([ids for ids, _, _ in work])[None])
         tables = body.rotary_emb(hidden, positions)

@@ -1,6 +1,7 @@
 """Rows: packed text and conversations, what is held out, what is counted, tokenised once."""
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from distill.data.rows import ChatRows, PackedRows, PaddingCollator
 from distill.data.split import load_rows
-from distill.data.tokens import TokenRows
 from patches.errors import RetrofitError
 from retrofit.loading import load_tokenizer
+from retrofit.texts.tokens import TokenRows
 
 TURNS = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
 
@@ -326,3 +327,36 @@ def test_a_source_of_its_own_is_scored(
     assert split.held_out.batch()[0].tolist() == [[7] * 50] * 2
     assert split.held_out_part == f"all of {other}"
     assert streaming or len(split.train) == 60  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("where", ["data", "mix"])
+@pytest.mark.parametrize("way", ["itself", "a link", "a copy"])
+def test_a_text_that_is_trained_on_is_not_scored(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, text: str, way: str, where: str, streaming: bool
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"{name} {text}"}))
+    scored = path = tmp_path / "a.jsonl"
+    if way != "itself":
+        scored = tmp_path / "c.jsonl"
+        scored.symlink_to(path) if way == "a link" else shutil.copy(path, scored)
+    source, mix = (path, {}) if where == "data" else (tmp_path / "b.jsonl", {str(path): 1.0})
+    with pytest.raises(RetrofitError, match=r"eval_data: .*\.jsonl is trained on, too: give another text"):
+        load_rows(str(source), tokenizer, seq_len=50, mix=mix, eval_data=str(scored), streaming=streaming and not mix)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_another_split_of_a_dataset_is_another_text(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, text: str, streaming: bool
+) -> None:
+    """A dataset that is scored is read with its defaults, the split ``train``."""
+    half = len(text) // 2
+    parts = {"train": [text[:half]], "test": [text[half:]]}
+    splits = {name: datasets.Dataset.from_dict({"text": part}) for name, part in parts.items()}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    saved = str(tmp_path / "saved")
+    found = load_rows(saved, tokenizer, seq_len=50, split="test", eval_data=saved, streaming=streaming)
+    assert len(found.held_out)
+    with pytest.raises(RetrofitError, match="is trained on, too"):
+        load_rows(saved, tokenizer, seq_len=50, eval_data=saved, streaming=streaming)

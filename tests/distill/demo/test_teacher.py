@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distill.demo import teacher as demo_teacher
-from distill.demo.teacher import SHORT, copies, new_model, train_teacher
+from distill.demo.teacher import SHORT, as_llama, copies, new_model, train_teacher
 from distill.demo.text import WORDS, documents, generator
 from patches.errors import RetrofitError
 
@@ -18,6 +18,16 @@ def test_model_depends_on_the_seed_alone() -> None:
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
     assert first.lm_head.weight is first.get_input_embeddings().weight
     assert first(documents(2, 20, generator(0, "test"))).logits.shape == (2, 20, len(WORDS))
+
+
+def test_the_teacher_as_a_llama_is_itself() -> None:
+    teacher, ids = new_model(0), documents(2, 20, generator(0, "test"))
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # biases begin at zero
+    llama = as_llama(teacher)
+    assert torch.equal(llama(ids).logits, teacher(ids).logits)
+    assert llama.lm_head.weight is llama.get_input_embeddings().weight
 
 
 def test_copies_can_be_known_from_what_came_before() -> None:

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from distill import DistillTrainer, distill
-from distill.data import sources, tokens
 from distill.data.rows import DocumentRows
 from distill.parallel import pulse
 from distill.parallel.launch import Machines, launch
 from distill.recipe import Recipe
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS
+from retrofit.texts import sources, tokens
 from tests.conftest import tiny_base
 from tests.distill.faults.conftest import KILLS
 from tests.helpers import ROOT

@@ -1,4 +1,4 @@
-"""Bytes: those of the state by arithmetic, those of a cache by what it really holds."""
+"""Bytes: those beside a window by arithmetic, those of a cache by what it really holds."""
 
 from collections.abc import Callable
 
@@ -7,16 +7,22 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import retrofit
+from retrofit.costs.held import row_bytes
+from retrofit.evaluation.baselines import window_only
 from tests.helpers import S, W, awake, feed, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
 
 
-@pytest.mark.parametrize(("kind", "elements"), [("none", 0), ("ahn-gdn", 4 * 16 * 16), ("ahn-dn", 4 * 16 * 16)])
-def test_the_state_of_a_sequence(kind: str, elements: int, make_base: MakeBase) -> None:
+@pytest.mark.parametrize(
+    ("kind", "gates"), [("ahn-gdn", 8), ("ahn-dn", 4)]
+)  # one or two numbers for each of four heads
+def test_the_state_and_the_gates_of_a_sequence(kind: str, gates: int, make_base: MakeBase) -> None:
     for dtype, each in ((torch.float32, 4), (torch.bfloat16, 4), (torch.float64, 8)):
         model = awake(make_base("Qwen2").to(dtype), kind)
-        assert retrofit.state_bytes(model) == elements * each
+        assert retrofit.kept_bytes(model) == (4 * 16 * 16 + W * gates) * each
+        assert retrofit.kept_bytes(window_only(model)) == 0
+        assert retrofit.kept_bytes(window_only(model, W + 3), W) == 3 * row_bytes(model.config, model.dtype)
 
 
 def test_a_cache_by_hand(make_base: MakeBase) -> None:

@@ -41,7 +41,7 @@ def adapter(byte_checkpoint: Path, tmp_path: Path) -> Path:
 def test_the_rows_share_a_base(byte_checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
     rows, _ = load_contenders(str(byte_checkpoint), [str(adapter)])
     assert [row.name for row in rows] == ["teacher", "window-only", EQUAL, "first"]
-    assert [row.window for row in rows] == [None, 8, 24, 8]
+    assert [row.window for row in rows] == [None, 8, 25, 8]
     assert lossless(rows) == 10
     assert len({row.model.model.embed_tokens.weight.data_ptr() for row in rows}) == 1
     ids = tokens(1, 40)
@@ -54,7 +54,7 @@ def test_the_rows_share_a_base(byte_checkpoint: Path, adapter: Path, tmp_path: P
     assert not torch.equal(outputs[0], outputs[1])
     rows[2].model.save_pretrained(tmp_path / "exported")
     again, _ = load_contenders(str(byte_checkpoint), [str(adapter)], window=6, sinks=1)
-    assert [row.model.config.memory["window"] for row in again] == [6, 6, 22, 6]
+    assert [row.model.config.memory["window"] for row in again] == [6, 6, 23, 6]
     with pytest.raises(RetrofitError, match="two rows would be called 'first'"):
         load_contenders(str(byte_checkpoint), [str(adapter), str(adapter)])
     with pytest.raises(RetrofitError, match="has no memory to evaluate"):
@@ -191,6 +191,9 @@ def test_the_command(byte_checkpoint: Path, adapter: Path, tmp_path: Path) -> No
         (("--probe", "recall", "--length", 60, "--bindings", 99), "99 bindings do not fit into 60 tokens"),
         (("--seq-len", 9999), "holds no text of 9999 tokens"),
         (("--seq-len", 8, "--probe", "identity"), "never leave a window of 10"),
+        (("--seq-len", 40, "--probe", "recall", "--length", 60, "--bindings", 99), "99 bindings do not fit"),
+        (("--seq-len", 40, "--tasks", "no-such-task"), "harness"),
+        (("--size", 4), "sizes"),
     ],
 )
 def test_bad_input(
@@ -201,6 +204,18 @@ def test_bad_input(
     done = command(byte_checkpoint, "--adapter", adapter, *data, *arguments, "-o", tmp_path / "out")
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_that_are_none_are_not_overwritten(settings: Settings, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("results.jsonl", "eval.json"):
+        (out / name).write_text('{"mine": 1}\n')
+        with pytest.raises(RetrofitError, match=name):
+            run_evaluation(settings, out, overwrite=True)
+        assert (out / name).read_text() == '{"mine": 1}\n'
+        (out / name).unlink()
 
 
 def test_benchmarks_harness_and_sizes_beside_one_another(settings: Settings, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+import datasets
 import pytest
 import torch
 
@@ -107,21 +108,24 @@ def test_texts_come_from_a_folder_in_order(tmp_path, byte_tokenizer):
     def read(**options):
         return [byte_tokenizer.decode(row) for row in read_sequences(str(tmp_path), byte_tokenizer, **options)]
 
-    assert read(length=4) == ["abcd", "efgh", "klmn"]
+    assert read(length=4) == ["abcd", "efgh", "klmn", "opq<eos>"]
     assert read(length=4, count=1) == ["abcd"]
     assert read_sequences(str(tmp_path / "2.txt"), byte_tokenizer, length=7).shape == (1, 7)
     with pytest.raises(RetrofitError, match="no text of 99 tokens"):
         read(length=99)
 
 
-def test_a_datasets_test_split_is_read(monkeypatch, byte_tokenizer):
+@pytest.mark.parametrize("split", ["test", "train"])
+def test_a_datasets_test_split_is_read(monkeypatch, byte_tokenizer, split):
     asked = []
-    rows = [{"text": "abcd"}, {"text": "efgh"}]
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or iter(rows))
-    assert read_sequences("user/pg19", byte_tokenizer, length=4).shape == (2, 4)
-    assert asked == [(("user/pg19",), {"split": "test", "streaming": True})]
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: iter([{"words": "x"}]))
-    with pytest.raises(RetrofitError, match="cannot be read from the Hub"):
+    splits = {split: datasets.Dataset.from_dict({"text": ["abcd", "efgh"]}).to_iterable_dataset()}
+    splits = {"train": datasets.Dataset.from_dict({"text": ["xxxxxx"]}).to_iterable_dataset()} | splits
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or splits)
+    rows = read_sequences("user/pg19", byte_tokenizer, length=4)
+    assert [byte_tokenizer.decode(row) for row in rows] == ["abcd", "efgh"]
+    assert asked == [(("user/pg19", None), {"revision": None, "streaming": True})]
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: 1 / 0)
+    with pytest.raises(RetrofitError, match=r"no file or folder here, and the dataset .* on the Hub cannot be"):
         read_sequences("user/pg19", byte_tokenizer, length=4)
 
 
@@ -132,5 +136,5 @@ def test_a_path_that_is_not_there_is_no_dataset(byte_tokenizer, source):
 
 
 def test_an_empty_folder_is_said(tmp_path, byte_tokenizer):
-    with pytest.raises(RetrofitError, match=r"no \.txt files"):
+    with pytest.raises(RetrofitError, match="cannot be read: EmptyDatasetError"):
         read_sequences(str(tmp_path), byte_tokenizer)

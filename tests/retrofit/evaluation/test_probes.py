@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +52,20 @@ def test_needles_are_hidden_and_asked_for(name: str, byte_tokenizer: PreTrainedT
     question = sample.prompt[-300:]
     assert "?" in question
     assert not any(answer in question for answer in sample.answers)
+
+
+@pytest.mark.parametrize("name", [name for name, (hidden, _) in COUNTS.items() if hidden != 1])
+def test_every_key_and_every_value_is_there_once(name: str, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    """A distractor with the key that is asked for would name a wrong value for it."""
+    for seed in range(12):
+        (sample,) = made(name, byte_tokenizer, 6000, seed=seed)
+        needles = re.findall(r"One of the special magic \w+ for (\S+) is: (\S+)\.", sample.prompt)
+        values = dict.fromkeys(value for _, value in needles)
+        assert len(values) == len(needles), "a value stands there twice"
+        keys = [key for key, _ in needles]
+        assert len(set(keys)) == (1 if name == "niah_multivalue" else len(keys)), "a key stands there twice"
+        asked = [key for key in dict.fromkeys(keys) if key in sample.prompt.rpartition("\n")[2]]
+        assert sorted(value for key, value in needles if key in asked) == sorted(sample.answers)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -133,7 +133,7 @@ def test_what_fits_is_untouched_and_what_the_teacher_cannot_is_said(
 ) -> None:
     rows = contenders({"ahn-gdn": awake(make_base("Qwen2", vocab_size=len(byte_tokenizer)), "ahn-gdn")})
     assert [row.name for row in rows] == ["teacher", "window-only", EQUAL, "ahn-gdn"]
-    assert rows[2].window == 8 + 4 * 16 * 16 // (2 * 2 * 16)
+    assert rows[2].window == 8 + (4 * 16 * 16 + 8 * 8) // (2 * 2 * 16)  # a state, and 8 gates for each token
     short = [Sample(str(at), f"Q{at}", ("no",), 4, meta={"chance": 0.0}) for at in range(4)]
     # ten tokens of S + W; the byte tokenizer begins no text with one
     long = [replace(sample, id=f"l{sample.id}", prompt="a much longer question?") for sample in short]

@@ -22,7 +22,7 @@ def training(name: str = "joint") -> tuple[dict[str, Any], list[dict[str, Any]]]
         {"name": "teacher", "window": None, "kl": 0.0, "kl_gap_closed": 1.0, "nll": 3.0},
         {"name": "window-only", "window": 8, "kl": 0.1, "kl_gap_closed": 0.0, "nll": 3.2},
         {"name": "window-only, equal memory", "window": 12, "kl": 0.05, "kl_gap_closed": 0.5, "nll": 3.1},
-        {"name": name, "window": 8, "kl": 0.005, "kl_gap_closed": 0.95, "nll": 3.01, "state_bytes": 4096},
+        {"name": name, "window": 8, "kl": 0.005, "kl_gap_closed": 0.95, "nll": 3.01, "kept_bytes": 4096},
     ]
     recipe = {
         "base": f"models/{name}",

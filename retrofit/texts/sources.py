@@ -1,4 +1,4 @@
-"""Where records come from: a text, JSONL or Parquet file, a folder written by ``datasets``, or a dataset of the Hub."""
+"""Where records come from: a text, JSONL or Parquet file, a folder of texts, or what ``datasets`` reads."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -40,16 +40,21 @@ class Source:
 
 
 def open_source(
-    source: str, *, name: str | None = None, revision: str | None = None, split: str = "train", streaming: bool = False
+    source: str,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    split: str | None = "train",
+    streaming: bool = False,
 ) -> Source:
     """Open ``source`` without reading its records.
 
     Args:
-        source: a text file (one record), a ``.jsonl`` file (one per line), a ``.parquet`` file, a folder saved by
-            ``datasets`` or holding data files it can load, or a dataset id of the Hub.
+        source: a text file (one record), a ``.jsonl`` file (one per line), a ``.parquet`` file, a folder of ``.txt``
+            files (a record each), saved by ``datasets`` or holding data files it can load, or a dataset id of the Hub.
         name: configuration of a dataset that has several.
         revision: branch, tag or commit of a dataset of the Hub.
-        split: which split of a dataset.
+        split: which split of a dataset; None is ``test`` where there is one, else ``train``.
         streaming: do not download or convert a dataset before its first record is read.
 
     Raises:
@@ -92,15 +97,19 @@ def _named_records(name: str, records: Iterator[Record]) -> Iterator[Record]:
         yield record
 
 
-def _open(source: str, name: str | None, revision: str | None, split: str, streaming: bool) -> Source:
+def _open(source: str, name: str | None, revision: str | None, split: str | None, streaming: bool) -> Source:
     path = at_home(source)
     suffix = path.suffix.lower()
-    if path.is_file():
+    texts = _texts(path) if path.is_dir() else []
+    if path.is_file() or texts:
+        what = "a folder of texts" if texts else "a file"
         for key, value in (("data_name", name), ("data_revision", revision)):
             if value is not None:
-                raise RetrofitError(f"{key}: {path} is a file and has none: remove this key")
-        if split != "train":
-            raise RetrofitError(f"data_split: {path} is a file and has no splits: remove this key")
+                raise RetrofitError(f"{key}: {path} is {what} and has none: remove this key")
+        if split not in (None, "train"):
+            raise RetrofitError(f"data_split: {path} is {what} and has no splits: remove this key")
+        if texts:
+            return Source(str(path), ["text"], _identity(*texts), lambda _: ((str(t), read_text(t)) for t in texts))
         if suffix == ".json":
             raise RetrofitError(
                 f"{path}: a .json file is not supported: write JSON Lines, one object per line, to a .jsonl file"
@@ -133,12 +142,19 @@ def _open(source: str, name: str | None, revision: str | None, split: str, strea
 # ---- files ----
 
 
-def _identity(path: Path) -> str:
-    """A hash of a file's name, size and time of change, by which build tools too tell whether it has changed."""
-    status = path.stat()
-    return sha256(
-        f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode(errors="surrogateescape")
-    ).hexdigest()
+def _texts(folder: Path) -> list[Path]:
+    """The texts of a folder that holds no other data."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    texts = [path for path in files if path.suffix.lower() == ".txt"]
+    others = [path for path in files if path.suffix.lower() in FILE_SUFFIXES - {".md", ".txt"}]
+    return [] if others else texts
+
+
+def _identity(*paths: Path) -> str:
+    """A hash of files' names, sizes and times of change, by which build tools too tell whether one has changed."""
+    known = ((path.resolve(), path.stat()) for path in paths)
+    parts = "\0".join(f"{path}\0{status.st_size}\0{status.st_mtime_ns}" for path, status in known)
+    return sha256(parts.encode(errors="surrogateescape")).hexdigest()
 
 
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -184,14 +200,15 @@ def _load_folder(path: Path, name: str | None, streaming: bool) -> Any:
     return datasets.load_from_disk(str(path))
 
 
-def _dataset(name: str, data: Any, split: str) -> Source:
+def _dataset(name: str, data: Any, split: str | None) -> Source:
     """One split of what ``datasets`` has loaded."""
     if isinstance(data, dict):
+        split = split or ("test" if "test" in data else "train")
         if split not in data:
             hint = nearest(split, data)
             raise RetrofitError(f"{name} has no split {split!r}{hint}, only {_names(data)}: choose one as data_split")
         data = data[split]
-    elif split != "train":
+    elif split not in (None, "train"):
         raise RetrofitError(f"data_split: {name} was saved without splits: remove this key")
     columns = list(data.column_names or next(iter(data), {}))  # of a stream, which is opened here
     return Source(name, columns, getattr(data, "_fingerprint", ""), lambda column: _rows(name, data, column))

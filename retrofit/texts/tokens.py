@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from distill.data.chat import ChatTokenizer, cut
-from distill.data.sources import Source, reading
 from patches.errors import RetrofitError
+from retrofit.texts.chat import ChatTokenizer, cut
+from retrofit.texts.sources import Source, open_source, reading
 from retrofit.untrusted import checked_text
 
 COLUMNS = {"text": ["text"], "chat": ["messages", "conversations"]}
@@ -38,6 +38,7 @@ class TokenRows:
         seq_len: most tokens of a conversation; documents are not cut.
         max_samples: how many records are read; all by default.
         apart: whether documents are to become rows of their own, instead of being packed.
+        batch: records handed to the tokenizer at once; by default many.
     """
 
     source: Source
@@ -46,6 +47,7 @@ class TokenRows:
     seq_len: int
     max_samples: int | None = None
     apart: bool = False
+    batch: int | None = None
 
     @property
     def packed(self) -> bool:
@@ -64,7 +66,7 @@ class TokenRows:
 
     def __iter__(self) -> Iterator[Row]:
         records = islice(self.source.read(self.column), self.max_samples)
-        while batch := list(islice(records, BATCH[self.format])):
+        while batch := list(islice(records, self.batch or BATCH[self.format])):
             yield from self._conversations(batch) if self.format == "chat" else self._documents(batch)
 
     def _documents(self, batch: list[Any]) -> Iterator[Row]:
@@ -145,6 +147,13 @@ def find_column(source: Source, data_format: str) -> str:
         names = " and ".join(map(repr, unread))
         print(f"note: {source.name} also has {names}, which is not read", file=sys.stderr)
     return found[kinds[0]][0]
+
+
+def read_documents(source: str) -> str:
+    """All documents of ``source`` as one text; errors as :func:`~retrofit.texts.sources.open_source`."""
+    opened = open_source(source, split=None)
+    column = find_column(opened, "text")
+    return "\n\n".join(checked_text(value, where, repr(column)) for where, value in opened.read(column))
 
 
 def _identity(tokenizer: Any) -> Any:

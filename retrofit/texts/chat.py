@@ -8,8 +8,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from distill.data.sources import Record
 from patches.errors import RetrofitError, nearest
+from retrofit.texts.sources import Record
 from retrofit.untrusted import checked_text
 
 # OpenAI's names and ShareGPT's

@@ -9,11 +9,11 @@ from typing import Any
 import datasets
 import pytest
 
-from distill.data import sources
-from distill.data.sources import open_source
 from distill.data.split import load_rows
-from distill.data.tokens import find_column
 from patches.errors import RetrofitError
+from retrofit.texts import sources
+from retrofit.texts.sources import open_source
+from retrofit.texts.tokens import find_column
 
 DOCUMENTS = ["w5 w6 w7", "w8", "w9 w10"]
 

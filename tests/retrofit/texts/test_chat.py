@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from distill.data.chat import ChatTokenizer, cut, read_messages
 from patches.errors import RetrofitError
+from retrofit.texts.chat import ChatTokenizer, cut, read_messages
 
 CHAT = [
     {"role": "system", "content": "be brief"},

@@ -1,0 +1,1 @@
+"""What every verb reads as text: sources, documents and conversations, and their tokens."""

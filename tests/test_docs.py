@@ -35,6 +35,7 @@ from retrofit.texts.tokens import TokenRows, find_column
 from tests.hub_server import HubServer
 from tests.pages import FENCE, NAMED, PAGES, ROOT, Command, anchors, blocks, commands, links, mentioned, text_of
 
+TOP_LEVEL = {"benchmarks", "cli", "cli.py", "distill", "docs", "patches", "recipes", "retrofit", "tests"}
 # other tests run these pages' blocks, from the pages themselves
 ELSEWHERE = {
     "docs/add-a-family.md": "tests/test_docs_add_a_family.py",
@@ -289,7 +290,17 @@ def test_the_files_a_page_names_are_there(page: Path) -> None:
         return  # it also names those of its example: its own test knows them
     prose = FENCE.sub("", page.read_text(encoding="utf-8"))
     for file, name in re.findall(r"`((?:cli|[a-z_]+/[\w/.-]+)\.(?:py|yaml|json|md))(?:: ([\w.]+))?`", prose):
-        if file.split("/")[0] in ("cli", "cli.py", "distill", "docs", "patches", "recipes", "retrofit", "tests"):
+        if file.split("/")[0] in (
+            "benchmarks",
+            "cli",
+            "cli.py",
+            "distill",
+            "docs",
+            "patches",
+            "recipes",
+            "retrofit",
+            "tests",
+        ):
             assert (ROOT / file).is_file(), file
             assert not name or _written(ROOT / file, name.split(".")[-1]), f"{file}: {name}"
 

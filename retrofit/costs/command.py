@@ -11,13 +11,10 @@ app = Verbs()
 
 @app.verb(
     "retrofit estimate Qwen2.5-7B --memory kvm --window 8064 --length 128000 --dtype bfloat16",
-    "retrofit estimate --paper",
 )
 def estimate(
     ctx: typer.Context,
-    base: Annotated[
-        str | None, typer.Argument(metavar="[BASE]", help="Folder, config.json, Hub id or built-in name.")
-    ] = None,
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Folder, config.json, Hub id or built-in name.")],
     memory: Memory = "ahn-gdn",
     window: Window = 32640,
     sinks: Sinks = 128,
@@ -32,40 +29,29 @@ def estimate(
         float | None, typer.Option(min=1e-6, help="Peak TFLOP/s of the device; give --bandwidth too.")
     ] = None,
     bandwidth: Annotated[float | None, typer.Option(min=1e-6, help="Memory bandwidth of the device, in GB/s.")] = None,
-    paper: Annotated[
-        bool, typer.Option("--paper", help="Print the AHN paper's table, counted as the paper counts.")
-    ] = False,
     json_file: Json = None,
 ) -> None:
     """Estimate what a memory costs and saves.
 
     The table shows parameters, operations, cache and bytes per token. It needs only the configuration of BASE.
     """
-    if (base is None) != paper:
-        raise typer.BadParameter("give a BASE, or --paper for the table of the AHN paper (its bases are built in)")
     if (peak_tflops is None) != (bandwidth is None):
         raise typer.BadParameter("--peak-tflops and --bandwidth go together: seconds need both")
-    loading(base or "the paper's bases")
-    from retrofit.costs import estimate as honest
-    from retrofit.costs import paper as paper_table
+    loading(base)
+    from retrofit.costs import estimate as costs
     from retrofit.table import print_table, write_rows
 
-    if paper:
-        rows = paper_table.paper_rows()
-        print_table("AHN paper: 128,000 tokens, S = 128, W = 32640, 4-byte cache", rows, paper_table.COLUMNS)
-        typer.echo(paper_table.NOTE)
-    else:
-        device = honest.Device(peak_tflops, bandwidth) if peak_tflops and bandwidth else None
-        how: dict[str, Any] = {"batch": batch, "dtype": dtype, "device": device}
-        how |= pairs("--option", option, taken=("base", "memory", "window", "sinks", "length", *how))
-        of_memory: dict[str, Any] = {"memory": memory, "window": window, "sinks": sinks}
-        if recipe is not None:
-            of_memory = of_recipe(ctx, recipe)
-        rows, said = honest.estimate(str(base), length=length, **of_memory, **how)
-        print_table(said, rows, honest.COLUMNS)
-        typer.echo(honest.LEGEND)
-        if device:
-            typer.echo("\nat the device's peaks, which are lower bounds:")
-            print_table("", rows, honest.SECONDS)
+    device = costs.Device(peak_tflops, bandwidth) if peak_tflops and bandwidth else None
+    how: dict[str, Any] = {"batch": batch, "dtype": dtype, "device": device}
+    how |= pairs("--option", option, taken=("base", "memory", "window", "sinks", "length", *how))
+    of_memory: dict[str, Any] = {"memory": memory, "window": window, "sinks": sinks}
+    if recipe is not None:
+        of_memory = of_recipe(ctx, recipe)
+    rows, said = costs.estimate(base, length=length, **of_memory, **how)
+    print_table(said, rows, costs.COLUMNS)
+    typer.echo(costs.LEGEND)
+    if device:
+        typer.echo("\nat the device's peaks, which are lower bounds:")
+        print_table("", rows, costs.SECONDS)
     if json_file is not None:
         write_rows(json_file, rows)

@@ -9,27 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrofit
 from distill.demo import run as demo
-from distill.demo.every_kind import run_all
 from distill.demo.recall import Question, pick_questions, reload
 from distill.demo.run import run_demo
-from distill.demo.teacher import OnStep, as_llama, new_model
+from distill.demo.teacher import new_model
 from distill.demo.text import NAMES, WORDS, documents, generator, tokenizer
 from patches.errors import RetrofitError
-from patches.kinds import KINDS
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An untrained teacher, three steps, eight held-out documents."""
-
-    def train_teacher(seed: int, on_step: OnStep) -> torch.nn.Module:
-        on_step("copy", 1, 2, 4.0, 0.0)
-        on_step("full", 1, 1, 4.0, 0.0)
-        return as_llama(new_model(seed)).eval()
-
-    monkeypatch.setattr(demo, "train_teacher", train_teacher)
-    for name, value in {"STEPS": 3, "BATCH": 2, "HELD_OUT": 8}.items():
-        monkeypatch.setattr(demo, name, value)
 
 
 def test_from_end_to_end(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,26 +49,6 @@ def test_from_end_to_end(quick: None, tmp_path: Path, capsys: pytest.CaptureFixt
 
     shown = " ".join(capsys.readouterr().out.split())
     assert "completes a held-out prompt" in shown
-
-
-def test_every_kind_in_one_table(quick: None, tmp_path: Path) -> None:
-    rows = run_all(seed=4, output=tmp_path / "out", json_file=tmp_path / "rows.json")
-    assert (
-        json.loads((tmp_path / "rows.json").read_text()) == rows == json.loads((tmp_path / "out/rows.json").read_text())
-    )
-    others = [kind for kind in KINDS if kind not in ("ahn-gdn", "none")]
-    names = ["teacher", "window-only", "window-only, equal memory", "ahn-gdn", *others]
-    assert [row["name"] for row in rows] == names
-    for row in rows:
-        assert row["seeds"] == [4, 5, 6]
-        assert row["kl_min"] <= row["kl"] <= row["kl_max"]
-    by_name = {row["name"]: row for row in rows}
-    assert by_name["window-only"]["kl_min"] < by_name["window-only"]["kl_max"], "three seeds, three teachers"
-    # a few per cent for normalisers, scores and the like
-    assert {name for name in others if by_name[name]["kept_bytes"] > 1.12 * 8704} == set(), "more bytes than AHN's"
-    table = (tmp_path / "out/table.md").read_text().splitlines()
-    assert len(table) == 2 + len(rows)
-    assert {line.count("|") for line in table} == {12}
 
 
 def test_same_seed_same_memory(quick: None) -> None:

@@ -1,5 +1,6 @@
-"""``retrofit demo --memory all``: every kind of memory beside the same teachers, at three seeds, in one table."""
+"""Every kind of memory beside the same teachers, at three seeds, in one table."""
 
+import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from distill.demo.run import HELD_OUT, LENGTH, SINKS, WINDOW, compare, fit, quiet_on_one_thread, teach
 from distill.demo.text import documents, generator
+from patches.errors import RetrofitError
 from patches.kinds import KINDS
 from retrofit.files import check_replaced, write_folder, write_text
 from retrofit.table import markdown, print_table, write_rows
@@ -38,17 +40,14 @@ PRINTED = (
 )
 
 
-def run_all(
-    *, seed: int = 0, output: str | Path, json_file: str | Path | None = None, overwrite: bool = False
-) -> list[dict[str, Any]]:
-    """Fit every kind at the seeds ``seed``, ``seed + 1`` and ``seed + 2``, each to that seed's teacher.
+def run_all(*, seed: int = 0, output: str | Path, overwrite: bool = False) -> list[dict[str, Any]]:
+    """Train every kind at the seeds ``seed``, ``seed + 1`` and ``seed + 2``, each to that seed's teacher.
 
     Writes ``output``/rows.json and ``output``/table.md.
 
     Args:
         seed: the first of three.
         output: folder to write.
-        json_file: also write the rows there.
         overwrite: replace what ``output`` holds.
 
     Returns:
@@ -73,8 +72,6 @@ def run_all(
     with write_folder(output, overwrite) as draft:
         write_rows(draft / "rows.json", rows)
         write_text(draft / "table.md", markdown(rows, COLUMNS))
-    if json_file is not None:
-        write_rows(json_file, rows)
     console.print(
         f"The figures are means over the seeds. The table is in {output} ({time.perf_counter() - began:.0f} s in all)"
     )
@@ -100,3 +97,15 @@ def _summary(parts: Sequence[dict[str, Any]], seeds: list[int]) -> dict[str, Any
         if key in SPREAD:
             row |= {f"{key}_min": min(values), f"{key}_max": max(values)}
     return row
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help=f"the first of {SEEDS}")
+    parser.add_argument("--output", type=Path, default=Path("runs/every-kind"))
+    parser.add_argument("--overwrite", action="store_true", help="replace what the output holds")
+    given = parser.parse_args()
+    try:
+        run_all(seed=given.seed, output=given.output, overwrite=given.overwrite)
+    except RetrofitError as error:
+        parser.exit(2, f"error: {error}\n")

@@ -2,7 +2,7 @@
 
 What was scored is kept row by row: a run that was cut goes on, and a new way is scored beside the old ones.
 
-``python -m distill.demo.real --kinds RUNS`` scores every other kind at these bytes: those that need no training, and
+``python -m benchmarks.real --kinds RUNS`` scores every other kind at these bytes: those that need no training, and
 those that were fitted, each a run of ``retrofit distill`` in a folder of RUNS.
 """
 
@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import set_seed
 
 import retrofit
-from distill.demo.real_fit import Fit, fit_beside
-from distill.demo.real_texts import base_and_tokenizer, read_texts, write_mix
-from distill.demo.real_ways import BARE, NEED, SINKS, WIDTH, Ways, candidates, contenders, untrained
+from benchmarks.real_fit import Fit, fit_beside
+from benchmarks.real_texts import base_and_tokenizer, read_texts, write_mix
+from benchmarks.real_ways import BARE, NEED, SINKS, WIDTH, Ways, candidates, contenders, untrained
 from patches.errors import RetrofitError, one_of
 from patches.kinds import find_kind
 from retrofit.calibration import measure_needs

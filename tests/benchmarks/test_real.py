@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import retrofit
-from distill.demo import real, real_texts, real_ways
+from benchmarks import real, real_texts, real_ways
 from patches.errors import RetrofitError
 from retrofit.costs.held import row_bytes
 from retrofit.evaluation.scores import evaluate

@@ -25,8 +25,8 @@ def presses(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return lambda model: nullcontext()
 
     monkeypatch.setitem(sys.modules, "kvpress", SimpleNamespace(**{f"{name}Press": made for name in NAMES}))
-    monkeypatch.delitem(sys.modules, "distill.demo.presses", raising=False)
-    script = importlib.import_module("distill.demo.presses")
+    monkeypatch.delitem(sys.modules, "benchmarks.presses", raising=False)
+    script = importlib.import_module("benchmarks.presses")
     monkeypatch.setattr(script, "READ", 30)
     return script
 

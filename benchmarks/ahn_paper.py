@@ -1,4 +1,4 @@
-"""`retrofit estimate --paper`: the efficiency table of the AHN paper (arXiv 2510.07318), by its own conventions.
+"""The efficiency table of the AHN paper (arXiv 2510.07318), computed by the paper's own conventions.
 
 128,000 tokens, 128 sinks + a window of 32,640 (32,768 without loss), batch 1. The conventions, found by recomputing:
 
@@ -9,7 +9,7 @@
 - model: mixing, the feed-forward layers, and 2 T V E twice, for the embedding and for the head;
 - cache: 4 bytes an element, whatever the run's dtype; the state has H d^2 elements per layer.
 
-`retrofit estimate` without ``--paper`` counts what a run really holds and does instead.
+``retrofit estimate`` counts what a run really holds and does instead.
 """
 
 import math
@@ -23,6 +23,7 @@ from retrofit.costs.bases import built_in
 from retrofit.costs.estimate import layer_memories
 from retrofit.costs.flops import Shape
 from retrofit.patching import skeleton
+from retrofit.table import print_table
 
 LENGTH, WINDOW, SINKS = 128_000, 32_640, 128
 BASES = ("Qwen2.5-3B", "Qwen2.5-7B", "Qwen2.5-14B")
@@ -105,3 +106,8 @@ def _memory(shape: Shape, memory: Memory | None) -> int:
     gates = memory.write_gates(torch.empty(1, 1, shape.hidden, device="meta"))
     assert gates is not None
     return 4 * memory.state_elements() + 2 * shape.hidden * gates.shape[-1]
+
+
+if __name__ == "__main__":
+    print_table(f"{LENGTH:,} tokens, S = {SINKS}, W = {WINDOW}, 4-byte cache", paper_rows(), COLUMNS)
+    print(NOTE)

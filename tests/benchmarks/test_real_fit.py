@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill.demo import real_fit
+from benchmarks import real_fit
 from patches.errors import RetrofitError
 
 RECIPE = {"memory": "joint", "window": 6, "sinks": 2, "seq_len": 24, "batch_size": 1, "holdout": 0.2}

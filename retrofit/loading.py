@@ -12,7 +12,8 @@ import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from patches.errors import RetrofitError
 from patches.pretrained import refuse_tensor_parallel
@@ -26,6 +27,7 @@ from .untrusted import refuse_nan
 SAFELY = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
 MOST_LAYERS = 1000  # several times those of any published model
 WEIGHTS_PER_BYTE = 4  # of the densest quantisation
+GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # their tokenizer.json says all
 SAMPLE = "\n Once  upon\ta time, 1,234 Straßen \u00a0漢字 don't 🙂."  # what tokenizers differ about
 SLOW = "note: this CPU computes faster in float32 than in bfloat16: choose dtype float32"
 
@@ -126,15 +128,20 @@ def _seconds(dtype: torch.dtype) -> float:
     return min(timeit.repeat(lambda: left @ right, number=1, repeat=5))
 
 
-def load_tokenizer(path: str, **kwargs: Any) -> Any:
-    """The tokenizer of a checkpoint.
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a checkpoint, of the class that was saved.
 
     Raises:
         RetrofitError: it has none, or it cannot be read.
     """
     where, gguf = locate(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **{"trust_remote_code": False, **gguf, **kwargs})
+        how = {"trust_remote_code": False, **gguf}
+        tokenizer = AutoTokenizer.from_pretrained(where, **how)
+        # beside a model of some types (qwen2), AutoTokenizer takes the type's own class whatever was saved there
+        saved = {} if gguf else get_tokenizer_config(where)
+        if saved.get("tokenizer_class") in GENERIC_TOKENIZERS and type(tokenizer) is not PreTrainedTokenizerFast:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(where, **how)
         special = set(tokenizer.all_special_ids)  # never ends where the unknown token is itself unknown
     except Exception as error:  # tokenizers raise bare Exception on a damaged file
         raise RetrofitError(
@@ -171,7 +178,7 @@ def check_tokenizer(tokenizer: Any, config: Any) -> None:
     check_vocabulary(tokenizer, config)
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
-        loaded = load_tokenizer(scratch, config=config)
+        loaded = AutoTokenizer.from_pretrained(scratch, config=config, trust_remote_code=False)
     text = " ".join(list(tokenizer.get_vocab())[:1000]) + SAMPLE
     if loaded.get_vocab() != tokenizer.get_vocab() or loaded(text)["input_ids"] != tokenizer(text)["input_ids"]:
         raise RetrofitError(

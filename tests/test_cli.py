@@ -1,6 +1,7 @@
 """The command line: its help, and that every mistake ends in one sentence, status 2 and nothing written."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import retrofit
@@ -24,11 +26,25 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    line = [str(argument) for argument in arguments]
+    result = CliRunner().invoke(app, line)
+    result.line = line
+    return result
+
+
+def flags_of(line: list[str]) -> set[str]:
+    """The flags of the command that a line begins with; of ``bench window`` those of ``window``."""
+    command = get_command(app)
+    for word in line:
+        inner = command.get_command(None, word) if hasattr(command, "get_command") else None
+        if inner is None:
+            break
+        command = inner
+    return {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
 
 
 def refused(result: Result, *said: str) -> None:
-    """The contract for bad input."""
+    """The contract for bad input. Flags that the sentence names are the verb's, or those that were given to it."""
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
     progress, error, sentence = result.stderr.partition("error: ")
@@ -38,6 +54,10 @@ def refused(result: Result, *said: str) -> None:
     assert sentence.endswith("\n")
     for words in said:
         assert words in sentence
+    of_others = re.sub(r"(`[^`]*`|retrofit \w+( -\S+( \w+)?)+|--engine transformers)", "", sentence)
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", of_others))
+    foreign = named - flags_of(result.line) - {word.partition("=")[0] for word in result.line}
+    assert not foreign, sentence
 
 
 @pytest.fixture
@@ -148,7 +168,7 @@ def test_no_verb_shows_the_help() -> None:
         (["demo", "--json", "."], "--json"),
         (["demo", "--memory", "ahn-gnd"], "did you mean 'ahn-gdn'?"),
         (["estimate"], "BASE"),
-        (["demo", "--memory", "all"], "'all' is not a memory"),
+        (["demo", "--memory", "all"], "'all' is not one of none"),
         (["estimate", "Qwen2.5-3B", "--bandwidth", "4800"], "go together"),
         (["estimate", "Qwen2.5-3B", "--memory", "ahn-gnd"], "did you mean 'ahn-gdn'?"),
         (["estimate", "Qwen2.5-3B", "--window", "0"], "window=0"),

@@ -253,6 +253,18 @@ def test_a_tokenizer_that_would_load_as_another_is_refused(words: PreTrainedToke
         check_tokenizer(words, tiny_base("Qwen2").config)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_a_tokenizer_of_one_s_own_beside_a_base_loads_as_it_was(
+    family: str, words: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """AutoTokenizer takes Qwen2's class for it, with which every text is empty."""
+    tiny_base(family).save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    found = load_tokenizer(str(tmp_path))
+    assert type(found) is type(words)
+    assert found("one two 3")["input_ids"] == words("one two 3")["input_ids"] != []
+
+
 def test_a_tokenizer_with_ids_beyond_the_model_is_refused(
     byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

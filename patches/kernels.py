@@ -29,8 +29,7 @@ from .scan import gated_delta_rule as scan_delta
 from .scan import linear_attention as scan_linear
 from .window import decode_attention as blocked_decode
 from .window import window_attention as blocked_window
-from .window_flash import fits, flash_decode, flash_window, needs_flash
-from .window_flex import flex_window, needs_flex
+from .window_cuda import load_decode, load_window
 
 logger = logging.get_logger(__name__)
 
@@ -223,24 +222,6 @@ def per_state(x: Tensor, states: int) -> Tensor:
     return x if x.shape[1] == states else x.repeat_interleave(states // x.shape[1], 1)
 
 
-def _flash_window(q: Tensor, *rows: Tensor, lse: bool, dropout: float, **how: Any) -> Any:
-    if dropout or not fits(q.shape[-1], lse):
-        return blocked_window(q, *rows, lse=lse, dropout=dropout, **how)
-    return flash_window(q, *rows, lse=lse, **how)
-
-
-def _flex_window(q: Tensor, *rows: Tensor, lse: bool, dropout: float, **how: Any) -> Any:
-    if dropout:
-        return blocked_window(q, *rows, lse=lse, dropout=dropout, **how)
-    return flex_window(q, *rows, lse=lse, **how)
-
-
-def _flash_decode(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, lse: bool, causal: bool) -> Any:
-    if dropout or not lse or not fits(q.shape[-1], False):
-        return blocked_decode(q, k, v, scale=scale, dropout=dropout, lse=lse, causal=causal)
-    return flash_decode(q, k, v, scale=scale, causal=causal)
-
-
 # ---- the table ----
 
 
@@ -269,9 +250,8 @@ OPS = ("gated_delta_rule", "linear_attention", "window_attention", "decode_atten
 TABLE: list[Kernel] = [
     Kernel("gated_delta_rule", "fla", load_gated_delta_rule, ("cuda",), SINGLES),
     Kernel("linear_attention", "fla", load_linear_attention, ("cuda",), SINGLES),
-    Kernel("window_attention", "flash", needs_flash(_flash_window), ("cuda",), HALVES),
-    Kernel("window_attention", "flex", needs_flex(_flex_window), ("cuda",), SINGLES),
-    Kernel("decode_attention", "flash", needs_flash(_flash_decode), ("cuda",), HALVES, gradients=False),
+    Kernel("window_attention", "flex", load_window, ("cuda",), SINGLES),
+    Kernel("decode_attention", "flash", load_decode, ("cuda",), HALVES, gradients=False),
     Kernel("merge", "triton", load_merge, ("cuda",), (torch.float32,)),
     Kernel("merge", "torch", lambda device, gradient: merge),
     Kernel("gated_delta_rule", "torch", lambda device, gradient: _torch_delta),

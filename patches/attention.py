@@ -6,6 +6,7 @@ to its state (or, if it is a sink, keeps it); from then on queries read it there
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ class MemoryAttention(Host):
         (B, n, _), D = x.shape, self.head_dim
         q, k, v = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         if n == 1:  # with one token, a view replaces the transpose
-            return *self.normalised(q.view(B, -1, 1, D), k.view(B, -1, 1, D)), v.view(B, -1, 1, D)
-        q, k = self.normalised(q.view(B, n, -1, D), k.view(B, n, -1, D))
+            return *self.normalise(q.view(B, -1, 1, D), k.view(B, -1, 1, D)), v.view(B, -1, 1, D)
+        q, k = self.normalise(q.view(B, n, -1, D), k.view(B, n, -1, D))
         return q.transpose(1, 2), k.transpose(1, 2), v.view(B, n, -1, D).transpose(1, 2)
 
     def rotated_heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,14 +45,14 @@ class MemoryAttention(Host):
         return rotated(*self.plain_heads(x), for_heads(*position_embeddings) if self.use_rope else None)
 
     def key_bias(self, x: Tensor) -> Tensor | None:
-        """What every key ``(H_kv * D,)`` holds before its rotation; families that normalise keys have none."""
-        if self.k_proj.bias is None:
+        """What every key ``(H_kv * D,)`` holds before its rotation; a bias that has gone through a norm is no such."""
+        if self.k_proj.bias is None or hasattr(self, "k_norm"):
             return None
         return self.k_proj(x.new_zeros(1, x.shape[-1]))[0]  # called: an offloaded bias is nowhere else
 
-    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys ``(.., D)`` before rotation; families that normalise them override this."""
-        return q, k
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys ``(.., D)`` through the norms of each head, in families that have them."""
+        return (self.q_norm(q), self.k_norm(k)) if hasattr(self, "q_norm") else (q, k)
 
     def forward(
         self,
@@ -110,14 +111,10 @@ class MemoryAttention(Host):
         return self.o_proj(heads.reshape(*step.x.shape[:-1], -1).contiguous()), weights
 
 
-class NormalisedHeads(MemoryAttention):
-    """Mixin for families that normalise each head's query and key before rotation."""
-
-    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.q_norm(q), self.k_norm(k)
-
-    def key_bias(self, x: Tensor) -> None:
-        """None: a bias, where there is one, has gone through the norm."""
+@cache
+def add_memory(attention: type) -> type:
+    """The class of a family's attention layers with :class:`MemoryAttention` in front."""
+    return type(f"Retrofit{attention.__name__}", (MemoryAttention, attention), {})
 
 
 def rotated(q: Tensor, k: Tensor, v: Tensor, tables: Turn | None) -> tuple[Tensor, Tensor, Tensor]:

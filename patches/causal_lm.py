@@ -25,6 +25,7 @@ class MemoryCausalLM(MemoryPreTrained):
 
     model: Any
     model_class: type[nn.Module]
+    _auto_class = "AutoModelForCausalLM"
     _is_stateful = True  # transformers then refuses assisted decoding, which would need to take tokens out of a memory
 
     def __init__(self, config: Any):

@@ -1,11 +1,9 @@
-"""Mixtral with a memory: configuration, attention, model, causal LM."""
+"""Mixtral with a memory: configuration, model, causal LM."""
 
 from typing import Any
 
 from transformers import MixtralConfig, MixtralForCausalLM, MixtralModel
-from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
-from .attention import MemoryAttention
 from .causal_lm import MemoryCausalLM
 from .modeling import MemoryModel
 
@@ -14,18 +12,14 @@ class RetrofitMixtralConfig(MixtralConfig):
     """``MixtralConfig`` and one field: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
 
     model_type = "retrofit_mixtral"
+    _auto_class = "AutoConfig"
     memory: dict[str, Any] | None = None
-
-
-class RetrofitMixtralAttention(MemoryAttention, MixtralAttention):
-    """``MixtralAttention`` with a memory."""
 
 
 class RetrofitMixtralModel(MemoryModel, MixtralModel):
     """``MixtralModel`` whose layers forget into a memory."""
 
     config_class = RetrofitMixtralConfig
-    attention_class = RetrofitMixtralAttention
 
 
 class RetrofitMixtralForCausalLM(MemoryCausalLM, MixtralForCausalLM):
@@ -39,8 +33,3 @@ class RetrofitMixtralForCausalLM(MemoryCausalLM, MixtralForCausalLM):
         # for the loss that balances the experts, where it is asked for
         self.router_aux_loss_coef = config.router_aux_loss_coef
         self.num_experts, self.num_experts_per_tok = config.num_local_experts, config.num_experts_per_tok
-
-
-RetrofitMixtralConfig.register_for_auto_class()
-RetrofitMixtralModel.register_for_auto_class("AutoModel")
-RetrofitMixtralForCausalLM.register_for_auto_class("AutoModelForCausalLM")

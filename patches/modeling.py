@@ -10,10 +10,11 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.utils import logging
 
+from .attention import add_memory
 from .cache import MemoryCache, SequenceState
 from .config import MemoryConfig, check_base, native_window
 from .errors import RetrofitError
@@ -50,9 +51,9 @@ def _counted(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MemoryModel(MemoryPreTrained):
-    """Mixin in front of a family's model class; ``attention_class`` is the family's attention with the memory."""
+    """Mixin in front of a family's model class."""
 
-    attention_class: type[nn.Module]
+    _auto_class = "AutoModel"
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -68,7 +69,7 @@ class MemoryModel(MemoryPreTrained):
                 attention = layer.self_attn
                 # safe on attention modules, which hold no registry of their own; PreTrainedModels must be built as
                 # what they are
-                attention.__class__ = self.attention_class
+                attention.__class__ = add_memory(attention.__class__)
                 attention.memory = build_memory(config, settings)
         self.post_init()
 

@@ -1,11 +1,9 @@
-"""Qwen3Moe with a memory: configuration, attention, model, causal LM."""
+"""Qwen3Moe with a memory: configuration, model, causal LM."""
 
 from typing import Any
 
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeModel
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
-from .attention import NormalisedHeads
 from .causal_lm import MemoryCausalLM
 from .modeling import MemoryModel
 
@@ -14,6 +12,7 @@ class RetrofitQwen3MoeConfig(Qwen3MoeConfig):
     """``Qwen3MoeConfig`` and one field: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
 
     model_type = "retrofit_qwen3_moe"
+    _auto_class = "AutoConfig"
     memory: dict[str, Any] | None = None
 
     @classmethod
@@ -24,15 +23,10 @@ class RetrofitQwen3MoeConfig(Qwen3MoeConfig):
         return super().from_dict(config_dict, **kwargs)
 
 
-class RetrofitQwen3MoeAttention(NormalisedHeads, Qwen3MoeAttention):
-    """``Qwen3MoeAttention`` with a memory."""
-
-
 class RetrofitQwen3MoeModel(MemoryModel, Qwen3MoeModel):
     """``Qwen3MoeModel`` whose layers forget into a memory."""
 
     config_class = RetrofitQwen3MoeConfig
-    attention_class = RetrofitQwen3MoeAttention
 
 
 class RetrofitQwen3MoeForCausalLM(MemoryCausalLM, Qwen3MoeForCausalLM):
@@ -46,8 +40,3 @@ class RetrofitQwen3MoeForCausalLM(MemoryCausalLM, Qwen3MoeForCausalLM):
         # for the loss that balances the experts, where it is asked for
         self.router_aux_loss_coef = config.router_aux_loss_coef
         self.num_experts, self.num_experts_per_tok = config.num_experts, config.num_experts_per_tok
-
-
-RetrofitQwen3MoeConfig.register_for_auto_class()
-RetrofitQwen3MoeModel.register_for_auto_class("AutoModel")
-RetrofitQwen3MoeForCausalLM.register_for_auto_class("AutoModelForCausalLM")

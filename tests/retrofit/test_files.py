@@ -92,6 +92,7 @@ def test_only_what_was_written_here_is_replaced(stranger: str, ours: bool, tmp_p
 WRITER = """
 import os, signal, sys
 from retrofit.files import write_folder
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup would have it ignore
 with write_folder(sys.argv[1], overwrite=True) as draft:
     (draft / "a").write_text("half")
     os.kill(os.getpid(), getattr(signal, sys.argv[2]))

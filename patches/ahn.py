@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .kernels import gated_delta_rule, linear_attention, per_state
-from .memory import MatrixMemory
+from .kernels import gated_delta_rule, linear_attention
+from .memory import MatrixMemory, spread_by_head
 from .modules import HeadLinear, ReadNorm, WideLinear
 from .precision import cast
+from .scan import per_state
 
 
 class DeltaNet(MatrixMemory):
@@ -52,8 +53,7 @@ class DeltaNet(MatrixMemory):
         beta, *decay = gates.split(self.states, 1)
         fade, scale = decay[0] if decay else None, self.head_dim**-0.5
         read, state = gated_delta_rule(q, k, v, beta, fade, state, scale=scale, normalise=True, in_place=True)
-        gate = F.silu(self.g_proj(x)).mT.unsqueeze(-1)  # (B, H, m, 1)
-        return self.read_proj(self.read_norm(read) * gate), state
+        return self.read_proj(self.read_norm(read) * spread_by_head(F.silu(self.g_proj(x)))), state
 
 
 class GatedDeltaNet(DeltaNet):
@@ -120,10 +120,10 @@ class Mamba2(MatrixMemory):
         v = per_state(cast(v, gates.dtype), self.states) * gates.unsqueeze(-1)
         log_decay = -gates * cast(self.A_log, gates.dtype).exp().unsqueeze(-1)
         # as the authors do it, who leave it to the kernels of the delta rules, which add 1e-6
-        both = F.normalize(cast(torch.cat([q, k], 1), gates.dtype), dim=-1)
-        q, k = both.split([self.heads, self.kv_heads], 1)
+        both = cast(torch.cat([q, k], 1), gates.dtype)
+        q, k = (both / both.norm(dim=-1, keepdim=True).clamp_min(1e-12)).split([self.heads, self.kv_heads], 1)
         read, state = linear_attention(q, k, v, log_decay, state, scale=1.0, in_place=True)
-        read = read * F.silu(self.g_proj(x)).mT.unsqueeze(-1)  # (B, H, m, D)
+        read = read * spread_by_head(F.silu(self.g_proj(x)))  # (B, H, m, D)
         return self.read_proj(self.read_norm(read.transpose(1, 2)).transpose(1, 2)), state
 
 

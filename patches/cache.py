@@ -94,6 +94,11 @@ class SequenceState:
         else:
             self.index.copy_(torch.tensor(newest))
 
+    def count_up(self) -> Tensor:
+        """``index`` one token later; a cache whose call then fails stays unfinished, and is refused."""
+        assert self.index is not None
+        return self.index.add_(1)
+
     def select(self, rows: Callable[[list[int]], list[int]]) -> None:
         """Go on with other rows of the batch: those that ``rows`` chooses of a list of all their numbers."""
         if self.starts.rows > 1:

@@ -7,6 +7,7 @@ refuses float32, is not used: the gated rule without a decay is the same.
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,22 +28,22 @@ def load_gated_delta_rule(device: str, gradient: bool) -> Callable[..., Any]:
     Raises:
         ImportError: it does not import, or would not run on this device.
     """
-    refuse(device, gradient)
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-    except Exception as error:  # without triton, or with another one than it knows, anything
-        raise ImportError(f"flash-linear-attention does not import ({error}): {INSTALL}") from error
-    return partial(_gated_delta_rule, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gradient)
+    return partial(_gated_delta_rule, *_import_forms(device, gradient, "gated_delta_rule"), gradient)
 
 
 def load_linear_attention(device: str, gradient: bool) -> Callable[..., Any]:
     """Decayed linear attention by fla; raises as :func:`load_gated_delta_rule`."""
+    return partial(_linear_attention, *_import_forms(device, gradient, "simple_gla"), gradient)
+
+
+def _import_forms(device: str, gradient: bool, op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The form of ``op`` for many tokens, in chunks, and the one for few."""
     refuse(device, gradient)
     try:
-        from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
-    except Exception as error:
+        module = import_module(f"fla.ops.{op}")
+        return getattr(module, f"chunk_{op}"), getattr(module, f"fused_recurrent_{op}")
+    except Exception as error:  # without triton, or with another one than it knows, anything
         raise ImportError(f"flash-linear-attention does not import ({error}): {INSTALL}") from error
-    return partial(_linear_attention, chunk_simple_gla, fused_recurrent_simple_gla, gradient)
 
 
 def refuse(device: str, gradient: bool) -> None:
@@ -75,8 +76,8 @@ def _gated_delta_rule(
     scale: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor]:
-    run = partial(steps if _few(q, gradient) else chunks, use_qk_l2norm_in_kernel=normalise)
-    return _run(run, q, k, v, beta, log_decay, state, scale, states=beta.shape[1])
+    run = partial(steps if _are_few(q, gradient) else chunks, use_qk_l2norm_in_kernel=normalise)
+    return _run(run, q, k, v, beta, log_decay, state, scale)
 
 
 def _linear_attention(
@@ -91,11 +92,10 @@ def _linear_attention(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    states = max(x.shape[1] for x in (k, v, log_decay) if x is not None)
-    return _run(steps if _few(q, gradient) else chunks, q, k, v, None, log_decay, state, scale, states)
+    return _run(steps if _are_few(q, gradient) else chunks, q, k, v, None, log_decay, state, scale)
 
 
-def _few(q: Tensor, gradient: bool) -> bool:
+def _are_few(q: Tensor, gradient: bool) -> bool:
     return not gradient and q.shape[2] <= STEPWISE
 
 
@@ -108,12 +108,12 @@ def _run(
     log_decay: Tensor | None,
     state: Tensor | None,
     scale: float,
-    states: int,
 ) -> tuple[Tensor, Tensor]:
     """One of fla's ops: sizes filled up, everything once for each query head, as its kernels want it.
 
     They have no form for several queries that read one state, so that each gets a copy, of which one is kept.
     """
+    states = max(x.shape[1] for x in (k, v, beta, log_decay) if x is not None)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     beta, log_decay = (None if gate is None else gate.mT for gate in (beta, log_decay))
     (B, T, H), K, V = q.shape[:3], q.shape[-1], v.shape[-1]

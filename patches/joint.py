@@ -18,11 +18,12 @@ from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
 from .joint_start import feature_maps, logits_and_openness, observe_heads, observe_mass
-from .kernels import gated_delta_rule, linear_attention, per_state
+from .kernels import gated_delta_rule, linear_attention
 from .memory import Evicted, Joined, Kept, Step, WindowMemory
 from .modules import HeadLinear, WideLinear
 from .options import Options, true_or_false, whole_number
 from .precision import cast, wide
+from .scan import per_state
 
 MASS_EPS = 1e-3  # beside the mass when the linear branch is read
 NO_MASS = 1e-30  # the log of a smaller mass is not told apart: it weighs nothing against any window
@@ -98,6 +99,11 @@ class Branch(nn.Module):
         return read + self.read_proj(read)
 
 
+def tokens_first(x: Tensor) -> Tensor:
+    """A number for each head and token ``(B, H, m, 1)`` as ``(B, m, H)``."""
+    return x.view(len(x), 1, -1) if x.shape[2] == 1 else x.squeeze(-1).mT
+
+
 class LinearBranch(Branch):
     """``S <- a S + beta phi(k) [v, 1]^T``, read as a mean: ``phi(q) S_v / (phi(q) S_1 + eps)``, the mass below it."""
 
@@ -114,14 +120,14 @@ class LinearBranch(Branch):
             state: the state before ``(B, H_s, F, D + 1)``, or None.
 
         Returns:
-            What is read ``(B, H, m, D)``, the log of its mass ``(B, H, m)``, the new state ``(B, H_s, F, D + 1)``.
+            What is read ``(B, H, m, D)``, the log of its mass ``(B, m, H)``, the new state ``(B, H_s, F, D + 1)``.
         """
         q, k = (x.softmax(-1) for x in self.mapped(q, k))
         beta, log_decay = gates
         k = k * beta.unsqueeze(-1)
         sums, state = linear_attention(q, k, v, log_decay, state, scale=1.0, in_place=True)
         read, mass = sums.split([v.shape[-1] - 1, 1], -1)
-        return self.value(read / (mass + MASS_EPS)), mass.clamp_min(NO_MASS).log().squeeze(-1), state
+        return self.value(read / (mass + MASS_EPS)), tokens_first(mass.clamp_min(NO_MASS).log()), state
 
 
 class DeltaBranch(Branch):
@@ -130,12 +136,12 @@ class DeltaBranch(Branch):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor], state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`LinearBranch.forward`, with the familiarity ``(B, H, m)`` in place of the log mass."""
+        """As :meth:`LinearBranch.forward`, with the familiarity ``(B, m, H)`` in place of the log mass."""
         q, k = self.mapped(q, k)
         beta, log_decay = gates
         sums, state = gated_delta_rule(q, k, v, beta, log_decay, state, scale=1.0, normalise=True, in_place=True)
         read, known = sums.split([v.shape[-1] - 1, 1], -1)
-        return self.value(read), known.squeeze(-1), state
+        return self.value(read), tokens_first(known), state
 
 
 class JointMemory(WindowMemory):
@@ -242,12 +248,12 @@ class JointMemory(WindowMemory):
         lse = lse[:, :, first:] if first else lse
         log_mass, logits, candidates = self._read(step, gone, dtype)
         # the log of the linear branch's mass is common to all branch logits: subtracted once, from the window's
-        window_logit = cast(self.window_weight, dtype)[:, None] * cast(lse, dtype) - log_mass
-        weights = torch.stack([window_logit, *logits], -1).softmax(-1)[..., 1:]  # (B, H, m, branches)
+        window_logit = cast(self.window_weight, dtype) * cast(lse, dtype).mT - log_mass
+        weights = torch.stack([window_logit, *logits], -1).softmax(-1)[..., 1:]  # (B, m, H, branches)
         # 0 at first: the window keeps all
-        weights = weights * (OPENING * cast(self.opening, dtype)).tanh().view(-1, 1, 1)
-        out = cast(out, dtype)
-        window, (weight, *others) = out, weights.split(1, -1)
+        weights = (weights * (OPENING * cast(self.opening, dtype)).tanh().unsqueeze(-1)).transpose(1, 2)
+        window = cast(out, dtype)
+        weight, *others = weights.split(1, -1)
         out = torch.lerp(window, candidates[0], weight)
         for weight, candidate in zip(others, candidates[1:], strict=True):
             out = torch.addcmul(out, weight, candidate - window)
@@ -255,7 +261,7 @@ class JointMemory(WindowMemory):
         return (torch.cat([near[:, :, :first], out], 2) if first else out), None
 
     def _read(self, step: Step, gone: Evicted, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Write and read: the log mass ``(B, H, m)``, each branch's logit above it, and its output ``(B, H, m, D)``."""
+        """Write and read: the log mass, each branch's logit above it ``(B, m, H)``, and its output ``(B, H, m, D)``."""
         assert gone.gates is not None
         state, gates = step.layer.state, gone.gates.split(self.states, 1)
         x, _ = step.readers(gone.first)
@@ -263,9 +269,9 @@ class JointMemory(WindowMemory):
         q, k = step.plain_queries(gone.first, dtype), gone.plain_keys(step.now, dtype)
         v = pad(cast(gone.v, dtype), (0, 1), value=1.0)
         read, log_mass, state["linear"] = self.linear(q, k, v, gates[:: 1 + self.both], state.get("linear"))
-        logits, candidates = [self.linear.logit(x).mT], [read]
+        logits, candidates = [self.linear.logit(x)], [read]
         if self.delta is not None:
             read, known, state["delta"] = self.delta(q, k, v, gates[1::2], state.get("delta"))
-            logits.append(torch.addcmul(self.delta.logit(x).mT, cast(self.familiarity, known.dtype)[:, None], known))
+            logits.append(torch.addcmul(self.delta.logit(x), cast(self.familiarity, known.dtype), known))
             candidates.append(read)
         return log_mass, logits, candidates

@@ -89,7 +89,7 @@ def observe_mass(known: Known, memory: Any, step: Step, window: int) -> None:
     gone = slice(sinks, sinks + count)
     gates = memory.write_gates(step.x).mT[:, :, gone].split(memory.states, 1)[:: 1 + memory.both]
     far, mass, _ = memory.linear(q[:, :, first:], k[:, :, gone], pad(v[:, :, gone], (0, 1), value=1.0), gates, None)
-    far, mass = far.transpose(1, 2), mass.mT  # tokens before heads: some tokens are looked at, one after the other
+    far = far.transpose(1, 2)  # tokens before heads: some tokens are looked at, one after the other
     turn = step.now.tables(0, step.now.new, dtype)
     q, k = rotate(q, *turn).unflatten(1, (memory.kv_heads, -1)), rotate(k, *turn)
     j = torch.arange(k.shape[2], device=k.device)

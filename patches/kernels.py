@@ -10,7 +10,7 @@ torch. Left unset, the first row of ``TABLE`` that fits and can be imported is t
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +22,9 @@ from transformers.utils import logging
 from .errors import RetrofitError, nearest
 from .fla_ops import load_gated_delta_rule, load_linear_attention
 from .kvm_merge import load_merge, merge
-from .modules import unit
-from .precision import cast
-from .scan import delta_step, linear_step
 from .scan import gated_delta_rule as scan_delta
 from .scan import linear_attention as scan_linear
+from .scan import write_in_place
 from .window import decode_attention as blocked_decode
 from .window import window_attention as blocked_window
 from .window_cuda import load_decode, load_window
@@ -68,8 +66,8 @@ def gated_delta_rule(
     Returns:
         The readings ``(B, H, T, D_v)`` and the state after the last token, both in float32 or wider.
     """
-    if in_place and _single(q, state, k, v, beta, log_decay):
-        return _step(delta_step, q, k, v, (beta, log_decay), state, scale, normalise)
+    if in_place and _suits_in_place(q, state, k, v, beta, log_decay):
+        return write_in_place(q, k, v, beta, log_decay, state, scale=scale, normalise=normalise)
     run = choose("gated_delta_rule", q, k, v, beta, log_decay, state)
     return run(q, k, v, beta, log_decay, state, scale=scale, normalise=normalise)
 
@@ -89,8 +87,8 @@ def linear_attention(
     Args and returns: as :func:`gated_delta_rule`; a writing strength goes into ``k`` or ``v`` beforehand. There is a
     state for each head of ``log_decay``, or of ``k`` and ``v``, whichever has more.
     """
-    if in_place and _single(q, state, k, v, log_decay):
-        return _step(linear_step, q, k, v, (log_decay,), state, scale)
+    if in_place and _suits_in_place(q, state, k, v, log_decay):
+        return write_in_place(q, k, v, None, log_decay, state, scale=scale)
     run = choose("linear_attention", q, k, v, log_decay, state)
     return run(q, k, v, log_decay, state, scale=scale)
 
@@ -146,80 +144,9 @@ def decode_attention(
     return choose("decode_attention", q, k, v)(q, k, v, **how)
 
 
-# ---- PyTorch implementations of the recurrences, in float32 or wider ----
-
-
-def _single(q: Tensor, state: Tensor | None, *others: Tensor | None) -> bool:
+def _suits_in_place(q: Tensor, state: Tensor | None, *others: Tensor | None) -> bool:
     """Whether this is one token on a state that there is, and no graph is recorded."""
     return state is not None and q.shape[2] == 1 and not _differentiates(q, state, *others)
-
-
-def _step(
-    form: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Sequence[Tensor | None],
-    state: Any,
-    scale: float,
-    normalise: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """One token written into ``state`` and read, by a step of scan.py."""
-    (B, H, _, D), states = q.shape, state.shape[1]
-    if normalise:
-        q, k = unit(cast(torch.cat([q, k], 1), state.dtype)).split([H, k.shape[1]], 1)
-    q, k, v = (cast(x, state.dtype) for x in (q, k, v))
-    q = q if states == H else q.reshape(B, states, -1, D)
-    gates = [None if gate is None else gate.unsqueeze(-1) for gate in gates]
-    read = form(q, per_state(k, states), per_state(v, states), *gates, state)
-    read = read if scale == 1 else read.mul_(scale)
-    return read if states == H else read.view(B, H, 1, -1), state
-
-
-def _torch_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    *,
-    scale: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor]:
-    q, k, v, beta, log_decay = _wide(q, k, v, beta, log_decay)
-    if normalise:
-        q, k = unit(q), unit(k)
-    k, v = per_state(k, beta.shape[1]), per_state(v, beta.shape[1])
-    return scan_delta(q, k, v, beta, log_decay, state, scale)
-
-
-def _torch_linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    q, k, v, log_decay = _wide(q, k, v, log_decay)
-    states = max(x.shape[1] for x in (k, v, log_decay) if x is not None)
-    k, v = per_state(k, states), per_state(v, states)
-    return scan_linear(q, k, v, None if log_decay is None else per_state(log_decay, states), state, scale)
-
-
-def _wide(*tensors: Any) -> list[Any]:
-    """All in the widest of their dtypes, at least float32."""
-    wide = torch.float32
-    for x in tensors:
-        wide = wide if x is None else torch.promote_types(wide, x.dtype)
-    return [None if x is None else cast(x, wide) for x in tensors]
-
-
-def per_state(x: Tensor, states: int) -> Tensor:
-    """``x`` (B, H_kv, ...) of each state ``(B, states, ...)``."""
-    return x if x.shape[1] == states else x.repeat_interleave(states // x.shape[1], 1)
 
 
 # ---- the table ----
@@ -254,8 +181,8 @@ TABLE: list[Kernel] = [
     Kernel("decode_attention", "flash", load_decode, ("cuda",), HALVES, gradients=False),
     Kernel("merge", "triton", load_merge, ("cuda",), (torch.float32,)),
     Kernel("merge", "torch", lambda device, gradient: merge),
-    Kernel("gated_delta_rule", "torch", lambda device, gradient: _torch_delta),
-    Kernel("linear_attention", "torch", lambda device, gradient: _torch_linear),
+    Kernel("gated_delta_rule", "torch", lambda device, gradient: scan_delta),
+    Kernel("linear_attention", "torch", lambda device, gradient: scan_linear),
     Kernel("window_attention", "torch", lambda device, gradient: blocked_window),
     Kernel("decode_attention", "torch", lambda device, gradient: blocked_decode),
 ]

@@ -390,6 +390,11 @@ class MatrixMemory(WindowMemory):
         return add_from(near, gone.first, read), None
 
 
+def spread_by_head(x: Tensor) -> Tensor:
+    """A number for each token and head ``(B, n, H)`` as ``(B, H, n, 1)``."""
+    return x.view(len(x), -1, 1, 1) if x.shape[1] == 1 else x.mT.unsqueeze(-1)
+
+
 def add_from(near: Tensor, first: int, added: Tensor) -> Tensor:
     """``near`` (B, H, n, D) with ``added`` (B, H, n - first, D) on what comes from ``first`` on."""
     added = cast(added, near.dtype)

@@ -208,9 +208,7 @@ class MemoryModel(MemoryPreTrained):
         before = SequenceState() if cache is None else cache.sequence
         if new == 1 and before.full and torch.compiler.is_compiling() and self.compiles:
             # the device counts; that nothing was seen is as good as any number, since only distances are used
-            assert before.index is not None
-            index = before.index + 1
-            return Pass(0, 1, before.starts, True, self.turn, home, home, decoding=True, index=index)
+            return Pass(0, 1, before.starts, True, self.turn, home, home, decoding=True, index=before.count_up())
         if before.unfinished:
             raise RetrofitError(
                 "an earlier call with this cache ended in the middle, and some layers are ahead of others: start a new "
@@ -239,14 +237,11 @@ class MemoryModel(MemoryPreTrained):
                 "output_attentions out, or take the teacher's inside memory_off()"
             )
         if new == 1 and before.full:
-            assert before.index is not None
-            return Pass(seen, 1, starts, True, self.turn, home, home, decoding=True, index=before.index + 1)
+            return Pass(seen, 1, starts, True, self.turn, home, home, decoding=True, index=before.count_up())
         return Pass(seen, new, starts, evicting, self.turn, home, home)
 
     def _count(self, sequence: SequenceState, done: Pass, memories: dict[int, Memory]) -> None:
         """Note in the cache that a pass is done."""
-        if done.decoding and sequence.index is not None:
-            sequence.index.add_(1)
         if torch.compiler.is_compiling():
             sequence.counted = True  # a number that changes would compile every step anew
             return

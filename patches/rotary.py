@@ -22,8 +22,13 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def back(cos: Tensor, sin: Tensor) -> Turn:
     """The tables of the inverse turn."""
-    length = torch.addcmul(cos.square(), sin, sin)
+    length = square_length(cos, sin)
     return cos / length, sin / -length
+
+
+def square_length(cos: Tensor, sin: Tensor) -> Tensor:
+    """The square of what a turn lengthens vectors by; yarn scales its tables."""
+    return torch.addcmul(cos.square(), sin, sin)
 
 
 def after(first: Turn, second: Turn) -> Turn:
@@ -34,8 +39,9 @@ def after(first: Turn, second: Turn) -> Turn:
 
 def for_heads(cos: Tensor, sin: Tensor) -> Turn:
     """Tables ``(B, n, D)`` as :func:`turned` takes them, made once for all heads and layers."""
-    half = sin.shape[-1] // 2
-    return cos.unsqueeze(1), torch.cat([-sin[..., :half], sin[..., half:]], -1).unsqueeze(1)
+    signed = sin.unsqueeze(1).clone()
+    signed[..., : sin.shape[-1] // 2].neg_()
+    return cos.unsqueeze(1), signed
 
 
 def turned(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .modules import unit
+from .precision import cast
+
 CHUNK = 32  # tokens per chunk: the fastest of 16, 32, 64 and 128 for heads of 64 on a CPU
 STEPWISE = 8  # up to this many tokens the loop beats setting up a chunk
 GPU_CHUNK = 64  # as flash-linear-attention's; this and the next are not measured, but few launches are what counts
@@ -26,11 +29,17 @@ def gated_delta_rule(
     beta: Tensor,
     log_decay: Tensor | None = None,
     state: Tensor | None = None,
+    *,
     scale: float = 1.0,
+    normalise: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule in whichever form is faster for this length; arguments as :func:`gated_delta_rule_steps`."""
+    """The gated delta rule in whichever form is faster for this length; arguments and results as in kernels.py."""
+    q, k, v, beta, log_decay = _widen(q, k, v, beta, log_decay)
+    if normalise:
+        q, k = unit(q), unit(k)
+    k, v = per_state(k, beta.shape[1]), per_state(v, beta.shape[1])
     form = gated_delta_rule_steps if q.shape[2] <= STEPWISE else gated_delta_rule_chunks
-    return _in_segments(form, (q, k, v, beta, log_decay), state, scale=scale)
+    return _in_segments(form, (q, k, v, beta, log_decay), state, scale)
 
 
 def gated_delta_rule_steps(
@@ -123,30 +132,35 @@ def gated_delta_rule_chunks(
     return _in_order(out.unflatten(0, (B, H)), queries, T, scale), state.unflatten(0, (B, H))
 
 
-def delta_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor) -> Tensor:
-    """:func:`gated_delta_rule_steps` of one token without a gradient, written into ``state`` in place.
+def write_in_place(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    state: Any,
+    *,
+    scale: float,
+    normalise: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token without a gradient, by the gated delta rule or, where ``beta`` is None, as linear attention has it.
 
-    Args:
-        q: the queries of each state ``(B, H_s, G, D_k)``.
-        k, v: its key ``(B, H_s, 1, D_k)`` and value ``(B, H_s, 1, D_v)``.
-        beta, log_decay: ``(B, H_s, 1, 1)``.
-
-    Returns:
-        The readings ``(B, H_s, G, D_v)``, not scaled.
+    Arguments and results as in kernels.py; ``state`` is overwritten.
     """
+    (B, H, _, D), states = q.shape, state.shape[1]
+    if normalise:
+        q, k = unit(cast(torch.cat([q, k], 1), state.dtype)).split([H, k.shape[1]], 1)
+    q, k, v = (cast(x, state.dtype) for x in (q, k, v))
+    q = q if states == H else q.reshape(B, states, -1, D)
+    k, v = per_state(k, states), per_state(v, states)
     if log_decay is not None:
-        state.mul_(log_decay.exp())
-    error = v - k @ state
-    state.addcmul_(k.mT, error.mul_(beta))
-    return q @ state
-
-
-def linear_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor) -> Tensor:
-    """:func:`linear_attention_steps` of one token without a gradient; arguments as :func:`delta_step`."""
-    if log_decay is not None:
-        state.mul_(log_decay.exp())
+        state.mul_(log_decay.exp().unsqueeze(-1))
+    if beta is not None:
+        v = (v - k @ state).mul_(beta.unsqueeze(-1))
     state.addcmul_(k.mT, v)
-    return q @ state
+    read = q @ state
+    read = read if scale == 1 else read.mul_(scale)
+    return read if states == H else read.view(B, H, 1, -1), state
 
 
 def linear_attention(
@@ -155,11 +169,16 @@ def linear_attention(
     v: Tensor,
     log_decay: Tensor | None = None,
     state: Tensor | None = None,
+    *,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Decayed linear attention in whichever form is faster; arguments as :func:`linear_attention_steps`."""
+    """Decayed linear attention in whichever form is faster; arguments and results as in kernels.py."""
+    q, k, v, log_decay = _widen(q, k, v, log_decay)
+    states = max(x.shape[1] for x in (k, v, log_decay) if x is not None)
+    k, v = per_state(k, states), per_state(v, states)
+    log_decay = None if log_decay is None else per_state(log_decay, states)
     form = linear_attention_steps if q.shape[2] <= STEPWISE else linear_attention_chunks
-    return _in_segments(form, (q, k, v, log_decay), state, scale=scale)
+    return _in_segments(form, (q, k, v, log_decay), state, scale)
 
 
 def linear_attention_steps(
@@ -214,16 +233,29 @@ def linear_attention_chunks(
     return _in_order(out, queries, T, scale), state
 
 
+def per_state(x: Tensor, states: int) -> Tensor:
+    """``x`` (B, H_kv, ...) of each state ``(B, states, ...)``."""
+    return x if x.shape[1] == states else x.repeat_interleave(states // x.shape[1], 1)
+
+
+def _widen(*tensors: Any) -> list[Any]:
+    """All in the widest of their dtypes, at least float32."""
+    widest = torch.float32
+    for x in tensors:
+        widest = widest if x is None else torch.promote_types(widest, x.dtype)
+    return [None if x is None else cast(x, widest) for x in tensors]
+
+
 def _in_segments(
-    form: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor | None], state: Tensor | None, **how: Any
+    form: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Any], state: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """``form`` on a segment of the inputs ``(B, H, T, ...)`` after the other, the state carried along."""
-    length = inputs[0].shape[2] if inputs[0] is not None else 0
-    segment = SEGMENT if inputs[0] is None or inputs[0].device.type == "cpu" else GPU_SEGMENT
+    q = inputs[0]
+    segment = SEGMENT if q.device.type == "cpu" else GPU_SEGMENT
     readings = []
-    for first in range(0, max(length, 1), segment):
+    for first in range(0, max(q.shape[2], 1), segment):
         part = [None if x is None else x[:, :, first : first + segment] for x in inputs]
-        out, state = form(*part, state, **how)
+        out, state = form(*part, state, scale)
         readings.append(out)
     assert state is not None
     return (readings[0] if len(readings) == 1 else torch.cat(readings, 2)), state

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .errors import RetrofitError
 from .precision import cast
-from .rotary import Rotary, Turn, after, back, for_heads, turned
+from .rotary import Rotary, Turn, after, back, for_heads, square_length, turned
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -270,10 +270,9 @@ class Pass:
         """Indices ``(1 or B, count)`` of the tokens from the one on that comes ``start`` after the first new one."""
         if self.index is None:
             return torch.arange(self.seen + start, self.seen + start + count, device=self.device)[None]
-        index = self.newest()[:, None]
-        if count > 1:
-            return index + torch.arange(start, start + count, device=self.device)
-        return index + start if start else index
+        if not start and count == 1:
+            return self.newest()[:, None]
+        return self.indices(0, 1) + (start if count == 1 else torch.arange(start, start + count, device=self.device))
 
     @once_for_all_layers
     def places(self, window: int, sinks: int) -> tuple[Tensor, Tensor]:
@@ -329,12 +328,14 @@ class Pass:
 
     def rotate_back(self, x: Tensor, start: int) -> Tensor:
         """Rotated queries or keys ``(B, H, n, D)`` of the tokens from ``start`` on, as they were before rotation."""
-        cos, sin = self._tables_back(start, x.shape[2], x.dtype)
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+        cos, sin = self._tables_over_length(start, x.shape[2], x.dtype)
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=-1)
 
     @once_for_all_layers
-    def _tables_back(self, start: int, count: int, dtype: torch.dtype) -> Turn:
-        return for_heads(*back(*self.tables(start, count, dtype)))
+    def _tables_over_length(self, start: int, count: int, dtype: torch.dtype) -> Turn:
+        cos, sin = self.tables(start, count, dtype)
+        length = square_length(cos, sin)
+        return for_heads(cos / length, sin / length)
 
     def from_first_token(self, x: Tensor) -> Tensor:
         """Queries or keys ``(B, heads, m, D)`` rotated as if each text's first token stood at position 0.

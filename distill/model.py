@@ -93,7 +93,7 @@ def _check_same_memory(recipe: Recipe, saved: MemoryConfig, folder: Path) -> Non
         "by_layer": (recipe.by_layer, saved.by_layer),
     }
     if recipe.memory == saved.kind:
-        pairs["options"] = (kind.read_options(recipe.options), kind.saved_options(saved.options))
+        pairs["options"] = (kind.read_options(recipe.options), kind.read_options(saved.options, saved=True))
     for key, (ours, theirs) in pairs.items():
         if ours != theirs:
             raise RetrofitError(

@@ -40,10 +40,6 @@ class MemoryAttention(Host):
         q, k = self.normalise(q.view(B, n, -1, D), k.view(B, n, -1, D))
         return q.transpose(1, 2), k.transpose(1, 2), v.view(B, n, -1, D).transpose(1, 2)
 
-    def rotated_heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`plain_heads`, the first two rotated if this layer does."""
-        return rotated(*self.plain_heads(x), for_heads(*position_embeddings) if self.use_rope else None)
-
     def key_bias(self, x: Tensor) -> Tensor | None:
         """What every key ``(H_kv * D,)`` holds before its rotation; a bias that has gone through a norm is no such."""
         if self.k_proj.bias is None or hasattr(self, "k_norm"):

@@ -9,28 +9,162 @@ when it leaves the window, by queries that were measured beforehand on a few tho
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 from transformers import initialization as init
 
 from .errors import RetrofitError, one_of
-from .low_bits import BITS, Channels, quantise, restore
 from .memory import Evicted, Joined, Kept, Step, WindowMemory
 from .merged_softmax import join, look
 from .options import Options, whole_number
 from .precision import wide
 from .rotary import rotate
-from .top_rows import EMPTY, choose, pick
 
 BLOCK = 128  # evicted tokens that are sorted into the rows together
 LEAST = 1e-6  # below this a spread or a length is taken for it
-STEPS = (
-    1024  # scores are rounded to this part of 1, so that a word has the same score wherever the first layer meets it
-)
+STEPS = 1024  # scores are rounded to this part of 1: a word has the same score wherever the first layer meets it
 
 Entries = dict[str, Tensor]  # by name, every tensor (B, heads, entries, ...)
+
+
+# ---- which tokens stay ----
+
+EMPTY = float("-inf")  # the score of a place that holds no token
+
+
+class Choice(NamedTuple):
+    """Who is there while ``n`` tokens arrive at R entries, for each row of the batch and key head.
+
+    Attributes:
+        alive: whether each of the R + n candidates is kept after each arrival ``(B, H_kv, n, R + n)``.
+        kept: indices of the R candidates that stay after all, in order of arrival ``(B, H_kv, R)``.
+    """
+
+    alive: Tensor
+    kept: Tensor
+
+
+def choose(held: Tensor, new: Tensor) -> Choice:
+    """Who stays when tokens with scores ``new`` (B, H_kv, n) come, one after the other, to R entries with scores
+    ``held`` (B, H_kv, R), in order of arrival and those that hold no token in front.
+
+    A score never changes, so one sort decides: a candidate is there as long as fewer than R that have arrived so far
+    stand above it. Of equal scores the later one stands above: the first layer of a model gives the same word the same
+    score. With 2 entries that hold scores 5 and 1, a token with 3 takes the place of 1, and one with 2 is dropped:
+
+    >>> choice = choose(torch.tensor([[[5.0, 1.0]]]), torch.tensor([[[3.0, 2.0]]]))
+    >>> choice.alive[0, 0].int().tolist()
+    [[1, 0, 1, 0], [1, 0, 1, 0]]
+    >>> choice.kept[0, 0].tolist()
+    [0, 2]
+    """
+    entries, n = held.shape[-1], new.shape[-1]
+    scores = torch.cat([held, new], -1)
+    candidate = torch.arange(entries + n, device=scores.device)
+    # a stable sort of the reversed order has the later of two equals first
+    best_first = scores.shape[-1] - 1 - scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    rank = best_first.argsort(-1)
+    held_so_far = (best_first < entries).cumsum(-1)
+    beaten_by_held = held_so_far.gather(-1, rank) - (candidate < entries).long()
+    beats = rank[..., entries:, None] < rank[..., None, :]  # (.., n, R + n): new token i stands above candidate j
+    beaten_by_new = beats.cumsum(-2)
+    arrived = candidate < entries + torch.arange(1, n + 1, device=scores.device)[:, None]
+    alive = (beaten_by_held.unsqueeze(-2) + beaten_by_new < entries) & arrived & (scores > EMPTY).unsqueeze(-2)
+    if not entries:
+        return Choice(alive, best_first[..., :0])
+    last = alive[..., -1, :] if n else scores > EMPTY
+    # empty places in front, then those that stay; both in order of arrival
+    kept = last.to(torch.uint8).argsort(dim=-1, stable=True)[..., -entries:]
+    return Choice(alive, kept)
+
+
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    """The candidates at ``index`` (B, H_kv, R) of ``x`` (B, H_kv, C, ...) -> ``(B, H_kv, R, ...)``."""
+    at = index.view(*index.shape, *[1] * (x.dim() - 3)).expand(*index.shape, *x.shape[3:])
+    return x.gather(2, at)
+
+
+# ---- numbers in few bits ----
+
+BITS = (16, 8, 6, 5, 4)  # 16: the model's own dtype, nothing is rounded
+SMALLEST = 1e-12  # a step, so that a token that is its channels' mean divides by something
+LARGEST = 2.0**15  # spreads from the mean, of which the scale in 4 bits is still a float16
+COARSER = 4  # how many times as coarse as without spreads their steps may be: 1 token in 200 asks for more
+
+
+class Channels(NamedTuple):
+    """What the channels of each head are like: their ``mean`` and ``spread``, both ``(H, D)``."""
+
+    mean: Tensor
+    spread: Tensor
+
+
+def quantise(x: Tensor, channels: Channels, bits: int) -> tuple[Tensor, Tensor]:
+    """Round ``x`` (B, H, n, D), less its channels' mean and over their spread, to ``bits`` bits.
+
+    Levels lie at odd multiples of half a scale, as many below zero as above. A channel that hardly varied when it was
+    measured must not set the scale of all: where it would, the token is not divided by the spreads. So no number is
+    wrong by more than ``COARSER / (2**bits - 1)`` of the token's largest difference from the mean.
+
+    Returns:
+        The codes, packed, ``(B, H, n, D * bits / 8)`` uint8, and each token's scale ``(B, H, n, 1)``
+        in float16, negative where the spreads have no part in it.
+
+    The scale of [-1, 1] in 4 bits is 1 / 7.5, and its ends are levels:
+
+    >>> channels = Channels(torch.zeros(1, 2), torch.ones(1, 2))
+    >>> codes, scale = quantise(torch.tensor([[[[-1.0, 1.0]]]]), channels, bits=4)
+    >>> codes.tolist(), restore(codes, scale, channels, bits=4).round(decimals=2).tolist()
+    ([[[[240]]]], [[[[-1.0, 1.0]]]])
+    """
+    far, half = x - channels.mean.unsqueeze(-2), (2**bits - 1) / 2
+    largest, farthest = (vector_norm(each, math.inf, -1, True) for each in (far / channels.spread.unsqueeze(-2), far))
+    most = (farthest * (COARSER / channels.spread.amax(-1)[:, None, None])).clamp_max(LARGEST)
+    scale = (torch.where(largest > most, -farthest, largest) / half).to(torch.float16)
+    codes = (far / _steps(scale, channels.spread).clamp_min(SMALLEST) + half).round().clamp(0, 2 * half)
+    return _pack(codes.to(torch.uint8), bits), scale
+
+
+def restore(codes: Tensor, scale: Tensor, channels: Channels, bits: int) -> Tensor:
+    """What :func:`quantise` has rounded, ``(B, H, n, D)`` in the dtype of the channels' mean."""
+    mean, spread = channels
+    codes = _unpack(codes, bits)
+    levels = codes.to(mean.dtype).sub_((2**bits - 1) / 2)
+    return _steps(scale, spread).mul_(levels).add_(mean.unsqueeze(-2))
+
+
+def _steps(scale: Tensor, spread: Tensor) -> Tensor:
+    """From one level of a number to the next ``(B, H, n, D)``, in the dtype of ``spread``."""
+    scale = scale.to(spread.dtype)
+    return (spread.unsqueeze(-2) * scale.clamp_min(0)).add_((-scale).clamp_min(0))  # choosing takes twice as long
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes of so many bits side by side, the lowest bit of the first code first."""
+    if bits == 8:
+        return codes
+    if bits == 4:
+        return codes[..., ::2] | (codes[..., 1::2] << 4)
+    place = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    each = (codes.unsqueeze(-1) >> place[:bits]) & 1
+    return (each.flatten(-2).unflatten(-1, (-1, 8)) << place).sum(-1, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """What :func:`_pack` has packed."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+    place = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    each = (packed.unsqueeze(-1) >> place) & 1
+    return (each.flatten(-2).unflatten(-1, (-1, bits)) << place[:bits]).sum(-1, dtype=torch.uint8)
+
+
+# ---- the memory ----
 
 
 @dataclass(frozen=True)

@@ -82,4 +82,4 @@ def build_memory(config: Any, memory: MemoryConfig) -> Memory:
     ``memory`` is one of :meth:`MemoryConfig.of_layers`; it may have been saved.
     """
     cls = find_kind(memory.kind)
-    return cls(config, memory.window, memory.sinks, cls.saved_options(memory.options))
+    return cls(config, memory.window, memory.sinks, cls.read_options(memory.options, saved=True))

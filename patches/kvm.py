@@ -17,12 +17,11 @@ from torch.nn.functional import elu
 from torch.nn.functional import pad as fill
 from transformers import initialization as init
 
-from .blocks import Frame
 from .cache import newest_at_places
 from .errors import RetrofitError, one_of
 from .kvm_rows import RotaryKeys, absorb, prepare, read_rows
 from .memory import Joined, Kept, Memory, Step
-from .merged_softmax import GATHERED, GPU_GATHERED, Part, Place, join, look, look_in_blocks
+from .merged_softmax import GATHERED, GPU_GATHERED, Frame, Part, Place, join, look, look_in_blocks
 from .modules import WideLinear
 from .options import Options, above_zero, true_or_false, whole_number
 from .precision import cast, wide
@@ -72,47 +71,19 @@ class KVMOptions(Options):
         true_or_false("gate_appends", self.gate_appends)
 
 
-@dataclass(frozen=True)
-class Budget:
-    """B(e), the rows a head may hold after ``e`` tokens: never fewer than ``rows``.
-
-    Attributes:
-        kind: ``"fixed"``; ``"power_law"``, ``factor * e ** exponent``; or ``"saturating"``, ``N e / (N + e)``.
-        rows: the number itself if fixed, the least otherwise.
-        factor, exponent: of the power law.
-        saturation: N.
-        multiple: growing budgets are rounded down to a multiple of this.
-    """
-
-    kind: str = "fixed"
-    rows: int = 1
-    factor: float = 16.0
-    exponent: float = 0.5
-    saturation: int = 1024
-    multiple: int = 1
-
-    def __call__(self, tokens: int) -> int:
-        if self.kind == "fixed":
-            return self.rows
-        if self.kind == "power_law":
-            allowed = math.floor(self.factor * float(tokens) ** self.exponent)
-        else:
-            allowed = math.floor(self.saturation * tokens / (self.saturation + tokens))
-        return max(self.rows, allowed // self.multiple * self.multiple)
-
-
 class Schedule:
     """How many rows there are once so many blocks of ``chunk`` tokens have left a window of ``window``.
 
     The first block founds a row per token. The block ``[b, b + C)`` that leaves when ``e = b + W`` tokens have been
-    seen adds as many as B(e) allows, ``b + C`` in all at most. With blocks of 2 and 3 rows:
+    seen adds as many as the budget allows, ``b + C`` in all at most. With blocks of 2 and 3 rows:
 
-    >>> [Schedule(Budget("fixed", rows=3), chunk=2, window=4).rows(blocks) for blocks in range(5)]
+    >>> schedule = Schedule(KVMOptions(), least=3, chunk=2, window=4)
+    >>> [schedule.rows(blocks) for blocks in range(5)]
     [0, 2, 3, 3, 3]
     """
 
-    def __init__(self, budget: Budget, chunk: int, window: int):
-        self.budget, self.chunk, self.window = budget, chunk, window
+    def __init__(self, options: KVMOptions, least: int, chunk: int, window: int):
+        self.options, self.least, self.chunk, self.window = options, least, chunk, window
         self._counts = [0, chunk]
 
     def rows(self, blocks: int) -> int:
@@ -123,24 +94,24 @@ class Schedule:
             self._counts.append(min(max(now, allowed), now + self.chunk))
         return self._counts[max(blocks, 0)]
 
+    def budget(self, tokens: int) -> int:
+        """The rows that a head may hold after so many tokens."""
+        chosen = self.options
+        if chosen.budget == "fixed":
+            return self.least
+        if chosen.budget == "power_law":
+            allowed = math.floor(chosen.factor * float(tokens) ** chosen.exponent)
+        else:
+            allowed = math.floor(chosen.saturation * tokens / (chosen.saturation + tokens))
+        return max(self.least, allowed // chosen.multiple * chosen.multiple)
 
-@lru_cache
-def schedule(budget: Budget, chunk: int, window: int) -> Schedule:
-    """The schedule of these settings, made once."""
-    return Schedule(budget, chunk, window)
+
+make_schedule = lru_cache(Schedule)  # what it has counted serves all layers and calls
 
 
 @dataclass
 class Rule:
-    """What does not change from call to call.
-
-    Attributes:
-        schedule: how many rows there are when.
-        temperature: ``(H,)``, factor of the logits of rows.
-        scale: factor of all logits.
-        gate_appends: whether the gate weakens appended tokens too.
-        dropout: probability, as in the base's attention.
-    """
+    """What does not change from call to call; ``temperature`` (H,) is a factor of the rows' logits alone."""
 
     schedule: Schedule
     temperature: Tensor
@@ -208,10 +179,7 @@ class KVM(Memory):
 
     @property
     def schedule(self) -> Schedule:
-        """How many rows there are when."""
-        chosen = self.options
-        budget = Budget(chosen.budget, self.rows, chosen.factor, chosen.exponent, chosen.saturation, chosen.multiple)
-        return schedule(budget, self.chunk, self.window)
+        return make_schedule(self.options, self.rows, self.chunk, self.window)
 
     @property
     def _row_elements(self) -> int:
@@ -319,16 +287,8 @@ def attend_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Attend chunk by chunk over sinks, rows and window, and write each block when it leaves the window.
 
-    Args:
-        q: queries of the frame's tokens ``(B, H, F, D)``.
-        k, v: keys and values of the W tokens before the frame and of its own ``(B, H_kv, W + F, D)``.
-        gates: write gates of the same tokens ``(B, H_kv, W + F)``.
-        sink_k, sink_v: ``(B, H_kv, S, D)``.
-        rows: those before this call.
-        frame: the tokens' places; its unit is the chunk.
-
-    Returns:
-        The heads ``(B, H, F, D)`` and the rows after the last new token.
+    Queries are those of the frame's F tokens, keys, values and gates those of the W before it besides; ``rows`` are
+    those before this call. Returns the heads ``(B, H, F, D)`` and the rows after the last new token.
     """
     near = attend_window(q, k, v, sink_k, sink_v, rule, frame)
     far, rows = attend_rows(q, k, v, gates, rows, keys, rule, frame)

@@ -59,14 +59,8 @@ class RotaryKeys:
         return kernel("merge", rows, written)(rows, blocks.probe[number], written, blocks.head)
 
     def read(self, sums: Tensor, length: Tensor, index: Tensor, edge: Tensor) -> Tensor:
-        """Keys that queries see, of ``N`` states of the rows.
-
-        Args:
-            sums: key sums ``(B, N, H_kv, M, D)``.
-            length: of the founders' keys ``(B, N, H_kv, M, 1)``.
-            index: mean index of what the row holds ``(B, N, H_kv, M, 1)``.
-            edge: index of the last token before the window ``(N,)``.
-        """
+        """Keys that queries see, of ``N`` states of the rows: key ``sums`` (B, N, H_kv, M, D), ``length`` of the
+        founders' keys and mean ``index`` (B, N, H_kv, M, 1), and the index before the window, ``edge`` (N,)."""
         key = length * normalize(sums, dim=-1)
         if self.bias is not None:
             key = key + self.bias
@@ -130,16 +124,10 @@ class Blocks:
 def prepare(
     k: Tensor, v: Tensor, gates: Tensor, index: Tensor, keys: RotaryKeys, chunk: int, gate_appends: bool = False
 ) -> Blocks:
-    """Blocks of cached tokens.
+    """Blocks of cached tokens: ``k``, ``v`` (B, H_kv, N * C, D), ``gates`` (B, H_kv, N * C), ``index`` (N * C,).
 
-    Args:
-        k, v: keys and values ``(B, H_kv, N * C, D)``.
-        gates: merge gates ``(B, H_kv, N * C)``.
-        index: of the tokens ``(N * C,)``.
-        keys: the form of the keys.
-        chunk: C.
-        gate_appends: whether the gate weakens appended tokens too (as one of the two public codes does), the first
-            block's excepted.
+    With ``gate_appends`` the gate weakens appended tokens too (as one of the two public codes has it), the first
+    block's excepted.
     """
     key, gates = keys.written(k, index), gates.unsqueeze(-1)
     # blocks first: they are written one by one, and each then lies in one piece
@@ -157,11 +145,7 @@ def prepare(
 def absorb(rows: Tensor, blocks: Blocks, number: int, keys: RotaryKeys, after: int) -> Tensor:
     """Append-then-merge (section 3): the tokens least like any row found rows, each other one joins the likest.
 
-    Args:
-        rows: ``(B, H_kv, M, 2 D + 4)``.
-        blocks, number: the block to write.
-        keys: the form of the keys.
-        after: how many rows there will be.
+    ``rows`` are ``(B, H_kv, M, 2 D + 4)`` before the block ``number`` is written, and ``after`` afterwards.
 
     One row with key 1 meets tokens with keys 2 and -1, and may become two rows: the second token is least like it and
     founds one, the first joins it. Sums of keys, of values and of weights are then
@@ -198,8 +182,7 @@ def choose(rows: Tensor, blocks: Blocks, number: int, keys: RotaryKeys, after: i
 def join_or_found(near: Tensor, founds: Tensor, blocks: Blocks, number: int, keys: RotaryKeys) -> Tensor:
     """The row of each token: a new one if it ``founds`` one (B, H_kv, C), else the likest of old and new ones.
 
-    Args:
-        near: likeness of tokens and old rows ``(B, H_kv, C, M)``.
+    ``near`` is how like tokens and old rows are ``(B, H_kv, C, M)``.
     """
     M = near.shape[-1]
     founded = M + founds.cumsum(-1) - 1

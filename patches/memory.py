@@ -161,21 +161,15 @@ class Memory(nn.Module):
         self.check_window(window, sinks)
 
     def check_window(self, window: int, sinks: int) -> None:
-        """Refuse a window that this kind cannot work with, when patching and before ``set_window`` changes anything.
+        """Refuse a window that this kind cannot work with, by ``RetrofitError``, before anything is changed."""
 
-        Raises:
-            RetrofitError: with what to choose instead.
+    @classmethod
+    def read_options(cls, options: dict[str, Any], saved: bool = False) -> Any:
+        """``Options`` of a new memory from a mapping, or of one that was ``saved``, perhaps before it had all of them.
+
+        Raises as :meth:`patches.options.Options.read`.
         """
-
-    @classmethod
-    def read_options(cls, options: dict[str, Any]) -> Any:
-        """``Options`` of a new memory from a mapping; raises as :meth:`patches.options.Options.read`."""
-        return cls.Options.read(cls.kind, options)
-
-    @classmethod
-    def saved_options(cls, options: dict[str, Any]) -> Any:
-        """:meth:`read_options` of a memory that was saved, perhaps before it had all of them."""
-        return cls.read_options({**cls.Options.before, **options})
+        return cls.Options.read(cls.kind, {**cls.Options.before, **options} if saved else options)
 
     @property
     def capacity(self) -> int:
@@ -188,11 +182,7 @@ class Memory(nn.Module):
     # ---- a forward pass ----
 
     def forward(self, step: Step) -> Joined | None:
-        """One layer's share of a pass; also updates ``step.layer``.
-
-        Returns:
-            What :meth:`attend` gives, or None while nothing is evicted: the base's own attention then runs.
-        """
+        """What :meth:`attend` gives, or None while nothing is evicted: the base's own attention then runs."""
         now = step.now
         if not now.evicting and not step.layer.keeps:
             return None
@@ -241,11 +231,8 @@ class Memory(nn.Module):
     # ---- what it costs, for one sequence in one layer ----
 
     def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
-        """The state's tensors in a ``dtype`` model, by name, as ``step.layer.state`` holds them for a row of the batch.
-
-        Args:
-            tokens: of the sequence so far, more than ``capacity``; None means a long one.
-        """
+        """The tensors by name that ``step.layer.state`` holds of a sequence in a ``dtype`` model, after so many
+        ``tokens``, more than ``capacity``; None means a long one."""
         raise NotImplementedError
 
     @property
@@ -258,11 +245,7 @@ class Memory(nn.Module):
         return sum(math.prod(kept.shape) for kept in self.state_tensors(torch.float32).values())
 
     def state_bytes(self, dtype: torch.dtype, tokens: int | None = None) -> int:
-        """Bytes of the state in a ``dtype`` model, besides sinks and window.
-
-        Args:
-            tokens: of the sequence so far; None means a long one. Up to ``capacity`` there is nothing yet.
-        """
+        """Bytes of the state besides sinks and window; arguments as above, and none up to ``capacity``."""
         if tokens is not None and tokens <= self.capacity:
             return 0
         return sum(kept.bytes for kept in self.state_tensors(dtype, tokens).values())
@@ -366,10 +349,8 @@ class MatrixMemory(WindowMemory):
         """Write ``m`` tokens one after the other and read the memory after each.
 
         Args:
-            x: attention inputs of the reading tokens ``(B, m, E)``.
-            q: their queries ``(B, H, m, D)``.
-            k, v: written keys and values ``(B, H_kv, m, D)``.
-            gates: write gates of the written tokens ``(B, G, m)``.
+            x, q: attention inputs ``(B, m, E)`` and queries ``(B, H, m, D)`` of the reading tokens.
+            k, v, gates: of the written tokens, ``(B, H_kv, m, D)`` and ``(B, G, m)``.
             state: the state before, or None.
 
         Returns:
@@ -453,12 +434,7 @@ class UngatedMemory(WindowMemory):
         return int(2 * self.state_elements() * self.products * evicted)
 
     def exchange(self, step: Step, pairs: Pairs, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Write and read pair after pair.
-
-        Args:
-            step: the layer's step, for rotary positions.
-            pairs: what to write and what reads.
-            state: the state before, by name; empty before the first write.
+        """Write and read pair after pair; ``state`` is empty before the first write.
 
         Returns:
             The readings ``(B, H, m, R)`` for :meth:`join`, zero where nothing was ever written, and the new state.

@@ -120,7 +120,7 @@ def patch_as(
     """
     config = MemoryConfig.from_dict(memory)
     kind = find_kind(config.kind)
-    options = asdict((kind.saved_options if saved else kind.read_options)(config.options))
+    options = asdict(kind.read_options(config.options, saved))
     return patch(
         base,
         config.kind,

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 from torch.nn.functional import pad as fill
 
-from patches.blocks import Frame
 from patches.kvm import Rule, attend_blocks, no_rows
 from patches.kvm_merge import add_to_rows
 from patches.kvm_rows import Blocks, _rank, join_or_found
+from patches.merged_softmax import Frame
 
 LN_EPS = 1e-5
 

@@ -5,7 +5,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import softmax
 
-from patches.blocks import Frame
+from patches.merged_softmax import Frame
 from tests.helpers import close
 
 

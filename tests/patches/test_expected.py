@@ -10,12 +10,10 @@ from torch import Tensor
 
 import retrofit
 from patches.errors import RetrofitError
-from patches.expected import ExpectedAttention
+from patches.expected import EMPTY, Channels, ExpectedAttention, choose, quantise, restore
 from patches.kinds import KINDS
-from patches.low_bits import Channels, quantise, restore
 from patches.rotary import rotate
 from patches.sequence import Starts
-from patches.top_rows import EMPTY, choose
 from retrofit.calibration import calibrate
 from tests.conftest import tiny_base
 from tests.helpers import feed, left_mask, logits, tokens

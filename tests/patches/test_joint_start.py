@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import retrofit
 from distill.local_fit import LocalFit
-from patches import joint_start
+from patches import joint
 from patches.errors import RetrofitError
 from patches.joint import JointMemory
 from patches.rotary import rotate
@@ -89,23 +89,23 @@ def test_the_mean_turn_gives_the_mean_product(scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, DIM, generator=generator).double() for _ in range(2))
     now = Pass(0, 1, Starts(), True, turns, torch.device("cpu"), torch.device("cpu"))
-    turn = joint_start.mean_turn(now, 5, 40, DIM, torch.float64)
+    turn = joint.mean_turn(now, 5, 40, DIM, torch.float64)
     at = lambda x, t: rotate(x, *turns(torch.tensor([[t]])))  # noqa: E731
     products = [(at(q, 7 + ahead) * at(k, 7)).sum() for ahead in range(5, 40)]
     torch.testing.assert_close((q @ (k @ turn).mT).squeeze(), torch.stack(products).mean())
 
 
 def test_logits_give_back_a_mass_that_the_input_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_start, "RIDGE", 1e-6)
+    monkeypatch.setattr(joint, "RIDGE", 1e-6)
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator).double() for shape in ((400, 6), (3, 6), (3,)))
     missing = x @ weight.T + bias
     # with the mass that is missing a head has half of the softmax, and what it reads is worth 1, -1 or 9 times itself
     known = {"missing": missing, "excess": -missing, "gain": missing * 0 + torch.tensor([0.5, -0.5, 9.0])}
     known = {"x": x, "size": torch.ones_like(missing), **known}
-    found, lead, openness = joint_start.logits_and_openness({name: list(x.split(100)) for name, x in known.items()})
+    found, lead, openness = joint.logits_and_openness({name: list(x.split(100)) for name, x in known.items()})
     torch.testing.assert_close(x @ found.T + lead, missing, atol=1e-3, rtol=0)
-    assert openness.tolist() == pytest.approx([0.9, joint_start.LEAST_OPEN, joint_start.MOST_OPEN], abs=1e-3)
+    assert openness.tolist() == pytest.approx([0.9, joint.LEAST_OPEN, joint.MOST_OPEN], abs=1e-3)
 
 
 @pytest.mark.parametrize("long", [W + S + 1, S + 2])

@@ -9,7 +9,7 @@ from transformers import DynamicCache, Qwen2Config
 
 import retrofit
 from patches.errors import RetrofitError
-from patches.kvm import KVM, Budget, Rule, Schedule, no_rows
+from patches.kvm import KVM, KVMOptions, Rule, Schedule, no_rows
 from patches.kvm_rows import absorb, prepare
 from tests.helpers import awake, close, feed, left_mask, logits, state_bytes, tokens
 from tests.helpers import positions as positions_of
@@ -37,10 +37,10 @@ def oracle(request, shared, monkeypatch):
     for of in ("q", "k", "v", "merge_gate", "ln_s_k_weight", "ln_s_k_bias", "state_head_temp", "front_head_temp"):
         tensors[of].requires_grad_()
     of = settings["config"]
-    budget = Budget(
-        of["state_budget_mode"], of["state_min_len"], of["state_growth_factor"], of["state_growth_exponent"]
+    options = KVMOptions(
+        budget=of["state_budget_mode"], factor=of["state_growth_factor"], exponent=of["state_growth_exponent"]
     )
-    schedule = Schedule(budget, of["chunk_len"], of["chunk_len"] * of["n_bswa_chunks"])
+    schedule = Schedule(options, of["state_min_len"], of["chunk_len"], of["chunk_len"] * of["n_bswa_chunks"])
     rule = Rule(schedule, tensors["state_head_temp"], settings["head_dim"] ** -0.5)
     keys = LayerNormKeys(tensors["ln_s_k_weight"], tensors["ln_s_k_bias"], 4, of["sink_len"])
     return tensors, settings, keys, rule
@@ -214,14 +214,14 @@ def test_gate_and_temperature_start_neutral_and_learn(make_base):
 
 
 def test_schedules():
-    fixed = Schedule(Budget("fixed", 6), chunk=4, window=8)
+    fixed = Schedule(KVMOptions(), 6, chunk=4, window=8)
     assert [fixed.rows(n) for n in range(5)] == [0, 4, 6, 6, 6]
-    root = Schedule(Budget("power_law", factor=2.0, exponent=0.5), chunk=4, window=8)
+    root = Schedule(KVMOptions(budget="power_law", factor=2.0, exponent=0.5), 1, chunk=4, window=8)
     # after the block [4 n - 4, 4 n), B(4 n + 4) = floor(2 sqrt(4 n + 4))
     assert [root.rows(n) for n in (1, 2, 3, 4, 5, 10)] == [4, 6, 8, 8, 9, 13]
-    bent = Schedule(Budget("saturating", saturation=20, multiple=3), chunk=4, window=8)
+    bent = Schedule(KVMOptions(budget="saturating", saturation=20, multiple=3), 1, chunk=4, window=8)
     assert [bent.rows(n) for n in (1, 2, 3, 10, 1000)] == [4, 6, 6, 12, 18]
-    every = Schedule(Budget("power_law", factor=1.0, exponent=1.0), chunk=4, window=8)
+    every = Schedule(KVMOptions(budget="power_law", factor=1.0, exponent=1.0), 1, chunk=4, window=8)
     assert [every.rows(n) for n in (1, 2, 50)] == [4, 8, 200]
 
 

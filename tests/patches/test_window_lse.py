@@ -5,10 +5,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from patches import lse as lse_file
+from patches import window as lse_file
 from patches import window as window_file
-from patches.lse import attention_lse, naive_attention_lse, recomputed_attention_lse
-from patches.window import decode_attention, window_attention
+from patches.window import (
+    attention_lse,
+    decode_attention,
+    naive_attention_lse,
+    recomputed_attention_lse,
+    window_attention,
+)
 
 B, H, KV, T, D, SCALE = 2, 4, 2, 90, 8, 0.3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patches.attention import rotated
 from patches.memory import Kept
+from patches.rotary import for_heads
 from retrofit.serving.pages import Batch, PagedMemory, Share
 
 
@@ -46,7 +48,8 @@ class Engine:
         tables = body.rotary_emb(hidden, positions)
         for layer, paged, pool in zip(body.layers, self.layers, self.pools, strict=True):
             x = layer.input_layernorm(hidden)
-            q, k, v = (h[0].transpose(0, 1) for h in layer.self_attn.rotated_heads(x, tables))
+            turn = for_heads(*tables) if layer.self_attn.use_rope else None
+            q, k, v = (h[0].transpose(0, 1) for h in rotated(*layer.self_attn.plain_heads(x), turn))
             heads, added = paged(pool, x[0], q, k, v, batch, layer.self_attn.key_bias(x))
             out = layer.self_attn.o_proj(heads.flatten(1))
             hidden = hidden + (out if added is None else out + added)

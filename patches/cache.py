@@ -97,7 +97,9 @@ class SequenceState:
     def count_up(self) -> Tensor:
         """``index`` one token later; a cache whose call then fails stays unfinished, and is refused."""
         assert self.index is not None
-        return self.index.add_(1)
+        index = self.index.add_(1)
+        # with a gradient, what is computed again may be computed after the cache has counted on
+        return index.clone() if torch.is_grad_enabled() else index
 
     def select(self, rows: Callable[[list[int]], list[int]]) -> None:
         """Go on with other rows of the batch: those that ``rows`` chooses of a list of all their numbers."""

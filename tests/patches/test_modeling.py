@@ -1,12 +1,13 @@
 """What the model decides per call: which mask is made, which token is in window or memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import retrofit
 from patches.errors import RetrofitError
@@ -151,3 +152,17 @@ def test_products_of_a_memory_do_not_follow_the_global_switch(asked: bool, monke
     finally:
         torch.set_float32_matmul_precision(before)
     assert set(seen) == {"tf32" if asked else "ieee"}
+
+
+def test_what_a_backward_pass_computes_again_is_of_its_own_token(make_base: MakeBase) -> None:
+    """Though the cache has counted on by then."""
+    model, cache = awake(make_base("Qwen2"), "ahn-gdn"), DynamicCache()
+    with torch.no_grad():
+        model(tokens(1, 30), past_key_values=cache)
+    passes: list[Any] = []
+    memory = model.model.memories()[0]
+    attend = memory.attend
+    memory.attend = lambda step: (passes.append(step.now), attend(step))[1]
+    for token in range(2):
+        model(tokens(1, 1, seed=token), past_key_values=cache)
+    assert [replace(now, results={}).indices(0, 1).item() for now in passes] == [30, 31]

@@ -7,7 +7,7 @@ of them, and then at ``S + (t - S) % W``, behind the sinks, where it takes the p
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.functional import pad as fill
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .errors import RetrofitError
-from .sequence import Pass, Starts, Text
+from .sequence import UNPADDED, Pass, Starts, Text
 
 FILLED_WITHOUT = "this cache was filled with the memory off: start a new cache, or continue it inside memory_off()"
 
@@ -63,7 +63,7 @@ class SequenceState:
         unfinished: whether a call is under way, or was ended by an error that left some layers ahead of others.
     """
 
-    starts: Starts = field(default_factory=Starts)
+    starts: Starts
     evicting: bool = False
     full: bool = False
     index: Tensor | None = None
@@ -178,8 +178,8 @@ class MemoryCacheLayer(DynamicLayer):
         if self.is_initialized:
             k, v = torch.cat([self.keys, k], 2), torch.cat([self.values, v], 2)
             gates = None if gates is None else torch.cat([self.gates, gates], 2)
-        else:  # views of a projection's output would keep all of it alive
-            k, v = k.clone(), v.clone()
+        else:  # views of a projection's output would keep all of it alive; a plain cache lays its own out like this
+            k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
         self.hold(k, v, gates)
         return k, v
 
@@ -363,7 +363,7 @@ class MemoryCache(DynamicCache):
         if not isinstance(cache, cls):
             _refuse_cache(cache)
             cache.__class__ = cls
-            cache.sequence, cache.compileable = SequenceState(), False
+            cache.sequence, cache.compileable = SequenceState(UNPADDED), False
         while len(cache.layers) <= max(memories):
             cache.layers.append(DynamicLayer())
         for index, memory in memories.items():
@@ -414,7 +414,7 @@ class MemoryCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
-        for name, value in vars(SequenceState()).items():
+        for name, value in vars(SequenceState(UNPADDED)).items():
             setattr(self.sequence, name, value)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

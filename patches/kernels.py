@@ -196,10 +196,12 @@ def choose(op: str, *inputs: Tensor | None) -> Callable[..., Any]:
     assert first is not None
     key = (op, first.device.type, first.dtype, _differentiates(*inputs))
     if key not in _chosen:
-        row, _chosen[key], missing = find(*key)
+        row, run, missing = find(*key)
+        if torch.compiler.is_compiling():  # what a trace writes down here would make the next call trace again
+            return run
+        _chosen[key] = run
         dtype, wanted = str(first.dtype).removeprefix("torch."), "with" if key[3] else "without"
-        if not torch.compiler.is_compiling():  # a compiler would cut the step in pieces here
-            logger.info(f"{op} on {first.device.type} in {dtype}, {wanted} a gradient: {row.backend}")
+        logger.info(f"{op} on {first.device.type} in {dtype}, {wanted} a gradient: {row.backend}")
         for reason in missing:
             logger.warning_once(f"{op} runs on {row.backend}, not on {reason}")
     return _chosen[key]

@@ -195,7 +195,7 @@ class Memory(nn.Module):
             if now.new == 1:
                 step.layer.take_tensors()
             gates = self.write_gates(step.x)
-            step.gates = None if gates is None else gates.mT
+            step.gates = None if gates is None else _Transpose.apply(gates) if gates.requires_grad else gates.mT
             alone = not (now.starts.alike or (now.decoding and self.decodes_ragged))
             if not now.evicting:
                 self.notice(step)
@@ -467,3 +467,15 @@ class UngatedMemory(WindowMemory):
             k, v = (x[:, :, self.window + start :] for x in (stream.k, stream.v))
         lead = first - start
         return Pairs(pad(step.q[:, :, first:], (0, 0, lead, 0)), k, v, start, 0, lead)
+
+
+class _Transpose(torch.autograd.Function):
+    """``x.mT``. Its gradient is contiguous, as torch.compile takes the gradients of softplus and elu to be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.mT
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.mT.contiguous()

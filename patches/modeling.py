@@ -22,7 +22,7 @@ from .kinds import build_memory
 from .memory import Memory
 from .pretrained import MemoryPreTrained
 from .rotary import Turn, longest_input
-from .sequence import Pass, find_starts
+from .sequence import UNPADDED, Pass, find_starts
 
 logger = logging.get_logger(__name__)
 
@@ -205,7 +205,7 @@ class MemoryModel(MemoryPreTrained):
         kwargs: dict[str, Any],
     ) -> Pass:
         new, home = tokens.shape[1], tokens.device
-        before = SequenceState() if cache is None else cache.sequence
+        before = SequenceState(UNPADDED) if cache is None else cache.sequence
         if new == 1 and before.full and torch.compiler.is_compiling() and self.compiles:
             # the device counts; that nothing was seen is as good as any number, since only distances are used
             return Pass(0, 1, before.starts, True, self.turn, home, home, decoding=True, index=before.count_up())

@@ -66,6 +66,9 @@ class Starts:
         return pads, origins
 
 
+UNPADDED = Starts()
+
+
 def make_starts(pads: list[int], origins: list[int], ended: bool) -> Starts:
     alike = len(set(origins)) == 1
     return Starts(tuple(pads) if any(pads) else (0,), tuple(origins[:1] if alike else origins), ended)

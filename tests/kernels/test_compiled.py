@@ -10,7 +10,7 @@ from transformers import CompileConfig
 
 from patches.kinds import KINDS
 from tests.conftest import tiny_base
-from tests.helpers import S, W, awake, feed, left_mask, tokens
+from tests.helpers import TRAINABLE, S, W, awake, feed, left_mask, tokens
 
 COMPILED = [name for name, kind in KINDS.items() if kind.compiles]
 LENGTH, NEW = 3 * W, 4
@@ -83,3 +83,20 @@ def test_others_are_not_compiled() -> None:
     told = model.generate(ids, compile_config=config, **how)
     assert not told.past_key_values.compileable
     assert torch.equal(told.sequences, model.generate(ids, **how).sequences)
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+def test_gradients_of_a_compiled_model(kind: str) -> None:
+    """What torch's operators return while a graph is traced must be laid out as what they return when it runs."""
+    model = awake(tiny_base("Qwen2", num_hidden_layers=1).double(), kind).train()
+    ids = tokens(2, LENGTH)
+
+    def gradients(call: Any) -> list[Tensor]:
+        model.zero_grad()
+        call(ids, use_cache=False).logits.square().mean().backward()
+        return [parameter.grad.clone() for _, parameter in model.memory_parameters() if parameter.grad is not None]
+
+    expected = gradients(model)
+    torch._dynamo.reset()
+    for mine, eager in zip(gradients(torch.compile(model, backend="aot_eager")), expected, strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-9, atol=1e-12)

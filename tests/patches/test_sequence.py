@@ -8,7 +8,7 @@ import torch
 from patches.cache import SequenceState
 from patches.errors import RetrofitError
 from patches.rotary import rotate
-from patches.sequence import Pass, Starts, find_starts
+from patches.sequence import UNPADDED, Pass, Starts, find_starts
 from tests.patches.steps import rotary
 
 CPU = torch.device("cpu")
@@ -126,7 +126,7 @@ def test_the_index_goes_with_the_rows() -> None:
     assert (state.index.tolist(), state.index.data_ptr()) == ([7, 9, 8], where), "CUDA graphs look for it where it was"
     state.select(lambda rows: [rows[2], rows[0]])
     assert (state.starts, state.seen, state.index.tolist()) == (Starts((1, 2), (0,)), 10, [8, 7])
-    alike = SequenceState()
+    alike = SequenceState(UNPADDED)
     alike.seen = 4
     alike.set_index(CPU)
     alike.select(lambda rows: rows * 5)  # of rows that are not told apart

@@ -219,8 +219,7 @@ class MemoryCacheLayer(DynamicLayer):
         self.aligned = True
 
     def replace(self, now: Pass, k: Tensor, v: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Plain decoding: put a token in the place of the one it evicts; returns that key, value ``(B, H_kv, 1, D)``
-        and gates ``(B, G, 1)``."""
+        """Plain decoding: put a token in the place of the one it evicts; returns that one's key, value and gates."""
         in_ring, place = now.places(self.window, self.sinks)
         old = None if gates is None else _exchange(self.gates, in_ring, gates)
         return _exchange(self.keys, place, k), _exchange(self.values, place, v), old
@@ -237,8 +236,7 @@ class MemoryCacheLayer(DynamicLayer):
     def part(self, text: Text, state: Mapping[str, tuple[int, ...]]) -> "MemoryCacheLayer":
         """What is held of some texts that start alike, as a layer that stands alone; its tensors are views.
 
-        Args:
-            state: shapes of the state's tensors of one text.
+        ``state`` has the shapes of one text's state.
         """
         seen, rows = text.now.seen, text.rows
         part = type(self)(self.kind, self.window, self.sinks, self.options, self.capacity)
@@ -308,8 +306,7 @@ class MemoryCacheLayer(DynamicLayer):
         """Hold what :meth:`named_tensors` gave, perhaps changed."""
         if "keys" in tensors:
             self.hold(tensors["keys"], tensors["values"], tensors.get("gates"))
-        states = ((name.removeprefix("state."), x) for name, x in tensors.items() if name.startswith("state."))
-        self.state = dict(states)
+        self.state = {name.removeprefix("state."): x for name, x in tensors.items() if name.startswith("state.")}
 
     def change_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         self.set_tensors({name: change(x) for name, x in self.named_tensors().items()})

@@ -1,12 +1,13 @@
 """Memories without parameters that keep some tokens as they are and drop the rest: what every such policy shares.
 
-A policy (``tova.py``, ``h2o.py``) scores the rows it holds by the attention they receive; the row with the lowest score
-goes. Dropping comes *after* the output, as in the methods' own code: between calls ``capacity`` rows are held, and a
-query sees those and itself. So up to ``capacity`` tokens nothing was ever missing, and the base's own attention runs.
+A policy (``tova.py``, ``h2o.py``) scores the entries it holds by the attention they receive; the one with the lowest
+score goes. Dropping comes *after* the output, as in the methods' own code: between calls ``capacity`` entries are held,
+and a query sees those and itself. So up to ``capacity`` tokens nothing was ever missing, and the base's own attention
+runs.
 
-``prefill`` says how often rows are dropped within one call. ``"full"`` sees the whole call and drops once, by its last
-query (the methods' own code: all T rows are held meanwhile); ``"chunk"`` (the default) does that every ``chunk``
-tokens, so never more than ``capacity + chunk`` rows are held. The results of these two depend on how a text is cut into
+``prefill`` says how often entries are dropped within one call. ``"full"`` sees the whole call and drops once, by its
+last query (the methods' own code: all T tokens are held meanwhile); ``"chunk"`` (the default) does that every ``chunk``
+tokens, so never more than ``capacity + chunk`` are held. The results of these two depend on how a text is cut into
 calls. ``"token"`` drops after every token: the result is the same however a text is fed. The logits of a block of
 queries are one matrix product, since they do not depend on what is kept; only who goes is decided in a loop over
 tokens, on a softmax of about ``capacity`` numbers. ``chunk=1`` is ``"token"`` written down plainly.
@@ -14,7 +15,7 @@ tokens, on a softmax of about ``capacity`` numbers. ``chunk=1`` is ``"token"`` w
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +29,14 @@ from .precision import wide
 LOGITS = 2**22  # logits held at a time on a CPU, in elements
 GPU_LOGITS = 2**28  # and on a GPU, where launches count; not measured
 CHUNK = 1024  # the most tokens between drops that is chosen unasked
-BLOCK = 128  # queries whose logits are made together where a row is dropped after each
+BLOCK = 128  # queries whose logits are made together where an entry is dropped after each
 
 
 @dataclass(frozen=True)
 class EvictionOptions(Options):
     """Attributes:
-    scope: who shares a choice of rows: all heads of a ``"layer"``, or the queries of one key/value ``"head"``.
-    prefill: when rows are dropped within a call: after every ``"chunk"`` or every ``"token"``, or once (``"full"``).
+    scope: who shares a choice of entries: all heads of a ``"layer"``, or the queries of one key/value ``"head"``.
+    prefill: when entries are dropped within a call: after every ``"chunk"`` or every ``"token"``, or once (``"full"``).
     chunk: tokens between drops with ``prefill="chunk"``. None: an eighth of the window, 1024 at most; below 16 tokens
         that is every token.
     """
@@ -53,9 +54,8 @@ class EvictionOptions(Options):
             whole_number("chunk", self.chunk)
 
 
-@dataclass
-class Rows:
-    """Tokens held, in order of arrival, for N *sets* of heads that choose for themselves (all heads, or each key head).
+class Entries(NamedTuple):
+    """Kept tokens, in order of arrival, for N *sets* of heads that choose for themselves (all heads, or each key head).
 
     Attributes:
         k, v: ``(N, H_kv, R, D)``, with the key heads of one set.
@@ -68,36 +68,33 @@ class Rows:
     position: Tensor
     score: Tensor
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
         return self.k.shape[2]
 
-    def part(self, first: int, last: int) -> "Rows":
-        return Rows(
-            self.k[:, :, first:last], self.v[:, :, first:last], self.position[:, first:last], self.score[:, first:last]
-        )
+    def part(self, first: int, last: int) -> "Entries":
+        here = slice(first, last)
+        return Entries(self.k[:, :, here], self.v[:, :, here], self.position[:, here], self.score[:, here])
 
-    def join(self, other: "Rows") -> "Rows":
-        return Rows(
-            torch.cat([self.k, other.k], 2),
-            torch.cat([self.v, other.v], 2),
-            torch.cat([self.position, other.position], 1),
-            torch.cat([self.score, other.score], 1),
-        )
+    def join(self, other: "Entries") -> "Entries":
+        k, v = torch.cat([self.k, other.k], 2), torch.cat([self.v, other.v], 2)
+        position, score = (torch.cat(pair, 1) for pair in zip(self[2:], other[2:], strict=True))
+        return Entries(k, v, position, score)
 
-    def take(self, index: Tensor) -> "Rows":
-        """The rows at ``index`` (N, R')."""
-        sets, heads, rows, dim = self.k.shape
-        at = torch.arange(0, sets * heads * rows, rows, device=index.device).view(sets, heads, 1) + index[:, None]
-        # whole rows are copied: on a CPU several times faster than gather, which picks number by number
+    def take(self, index: Tensor) -> "Entries":
+        """The entries at ``index`` (N, R')."""
+        sets, heads, held, dim = self.k.shape
+        at = torch.arange(0, sets * heads * held, held, device=index.device).view(sets, heads, 1) + index[:, None]
+        # whole entries are copied: on a CPU several times faster than gather, which picks number by number
         k, v = (x.flatten(0, 2).index_select(0, at.flatten()).view(sets, heads, -1, dim) for x in (self.k, self.v))
-        return Rows(k, v, self.position.gather(1, index), self.score.gather(1, index))
+        return Entries(k, v, self.position.gather(1, index), self.score.gather(1, index))
 
 
 class Eviction(Memory):
-    """A policy: what it protects and how it scores; in the cache ``state["positions"]`` (B, sets, rows) says what is
+    """A policy: what it protects and how it scores; in the cache ``state["positions"]`` (B, sets, entries) says what is
     kept.
 
-    The first S tokens are pinned. A subclass gives ``protected``, ``score`` and, if it keeps more than S + W rows,
+    The first S tokens are pinned. A subclass gives ``protected``, ``score`` and, if it keeps more than S + W entries,
     ``capacity``.
 
     A policy that ``accumulates`` scores over all queries caches them from the first token on.
@@ -122,8 +119,8 @@ class Eviction(Memory):
         """Scores ``(N, R)`` after some more queries.
 
         Args:
-            before: scores so far ``(N, R)``, zero for a new row.
-            weights: attention of the queries, oldest first, ``(N, H, n, R)``; zero where a row is not seen.
+            before: scores so far ``(N, R)``, zero for a new entry.
+            weights: attention of the queries, oldest first, ``(N, H, n, R)``; zero where one is not seen.
         """
         raise NotImplementedError
 
@@ -139,7 +136,7 @@ class Eviction(Memory):
     def turned(self, q: Tensor, k: Tensor, position: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Held queries ``(N, H, n, D)`` and keys ``(N, H_kv, R, D)`` at ``position`` (N, R), ready for their product.
 
-        The queries are those of the last ``n`` rows.
+        The queries are those of the last ``n`` entries.
         """
         return q, k
 
@@ -161,9 +158,9 @@ class Eviction(Memory):
 
     def attend(self, step: Step) -> Joined:
         n = step.now.new
-        q, new, held = self._queries(step), self._new(step), self._held(step)
+        q, new, held = self._split_queries(step), self._take_new(step), self._take_held(step)
         pieces = []
-        for first, last, each in self._pieces(n, self.capacity - len(held)):
+        for first, last, each in self._cut_call(n, self.capacity - held.size):
             held = held.join(new.part(first, last))
             look = self._drop_each if each else self._drop_after
             out, held = look(q[:, :, first:last], held, step)
@@ -180,47 +177,47 @@ class Eviction(Memory):
         scores, total = [], step.now.seen + step.now.new
         for text in step.now.texts:
             one = step.of_text(text, step.layer.part(text, self.state_shapes(text.now.seen)))
-            held = self._held(one).join(self._new(one))
-            score = self._look(self._queries(one), held, one)[1] if text.now.new else held.score
-            scores.append(pad(score.unflatten(0, (-1, self._sets)), (total - len(held), 0)))
+            held = self._take_held(one).join(self._take_new(one))
+            score = self._look(self._split_queries(one), held, one)[1] if text.now.new else held.score
+            scores.append(pad(score.unflatten(0, (-1, self._sets)), (total - held.size, 0)))
         step.layer.state["scores"] = torch.cat(scores)
 
-    # ---- two ways to look and drop; both take queries (N, H, n, D) of the last n rows held ----
+    # ---- two ways to look and drop; both take queries (N, H, n, D) of the last n entries held ----
 
-    def _drop_after(self, q: Tensor, held: Rows, step: Step) -> tuple[Tensor, Rows]:
-        """All queries look, then all surplus rows go at once, by the scores after the last query."""
+    def _drop_after(self, q: Tensor, held: Entries, step: Step) -> tuple[Tensor, Entries]:
+        """All queries look, then all surplus entries go at once, by the scores after the last query."""
         out, score = self._look(q, held, step)
-        held = Rows(held.k, held.v, held.position, score)
-        surplus = len(held) - self.capacity
+        held = held._replace(score=score)
+        surplus = held.size - self.capacity
         if surplus <= 0:
             return out, held
-        order = score + self._standing(held.position)
+        order = score + self._protect_sinks(held.position)
         if self.protected:
             order[:, -self.protected :] = torch.inf
         index = order.argsort(dim=1, stable=True)[:, surplus:].sort(1).values
         return out, held.take(index)
 
-    def _drop_each(self, q: Tensor, held: Rows, step: Step) -> tuple[Tensor, Rows]:
-        """As :meth:`_drop_after` token by token, for rows that were ``capacity`` before the first query."""
-        n, total = q.shape[2], len(held)
-        logits = self._logits(q, held, step)
-        until, score = self._choose(logits.detach(), held)
+    def _drop_each(self, q: Tensor, held: Entries, step: Step) -> tuple[Tensor, Entries]:
+        """As :meth:`_drop_after` token by token, for entries that were ``capacity`` before the first query."""
+        n, total = q.shape[2], held.size
+        logits = self._compute_logits(q, held, step)
+        until, score = self._choose_victims(logits.detach(), held)
         turn = torch.arange(n, device=q.device)
         gone = turn[:, None] > until[:, None]  # (N, n, R)
         out = self._read(logits.masked_fill(gone.unsqueeze(1), -torch.inf).softmax(-1), held.v, step)
         index = (until < n).to(torch.int8).argsort(dim=1, stable=True)[:, : total - n]
-        return out, Rows(held.k, held.v, held.position, score).take(index)
+        return out, held._replace(score=score).take(index)
 
     @torch.no_grad()
-    def _choose(self, logits: Tensor, held: Rows) -> tuple[Tensor, Tensor]:
-        """Who goes when: the last query that sees each row ``(N, R)``, n or more if it stays, and the scores after all.
+    def _choose_victims(self, logits: Tensor, held: Entries) -> tuple[Tensor, Tensor]:
+        """The last query that sees each entry ``(N, R)``, n or more if it stays, and the scores after all.
 
         Args:
-            logits: ``(N, H, n, R)``, -inf where a query does not see a row even if it is kept.
+            logits: ``(N, H, n, R)``, -inf where a query does not see an entry even if it is kept.
         """
         n, total = logits.shape[2], logits.shape[3]
         first = total - n
-        score, standing = held.score, self._standing(held.position)
+        score, standing = held.score, self._protect_sinks(held.position)
         unseen = logits.new_zeros(len(score), 1, total)
         victims = []
         for i, row in enumerate(logits.permute(2, 0, 1, 3).contiguous()):  # (N, H, R)
@@ -235,41 +232,41 @@ class Eviction(Memory):
         until.scatter_(1, torch.cat(victims, 1), torch.arange(n, device=score.device).expand(len(score), -1))
         return until, score
 
-    def _look(self, q: Tensor, held: Rows, step: Step) -> tuple[Tensor, Tensor]:
-        """Causal attention of the queries over all rows ``(N, H, n, D)``, and the scores after it ``(N, R)``."""
+    def _look(self, q: Tensor, held: Entries, step: Step) -> tuple[Tensor, Tensor]:
+        """Causal attention of the queries over all entries ``(N, H, n, D)``, and the scores after it ``(N, R)``."""
         n, score, pieces = q.shape[2], held.score, []
         most = LOGITS if q.device.type == "cpu" else GPU_LOGITS
-        block = max(1, most // (q.shape[0] * q.shape[1] * len(held)))
+        block = max(1, most // (q.shape[0] * q.shape[1] * held.size))
         for first in range(0, n, block):
             last = min(first + block, n)
-            seen = held.part(0, len(held) - n + last)
-            weights = self._logits(q[:, :, first:last], seen, step).softmax(-1)
+            seen = held.part(0, held.size - n + last)
+            weights = self._compute_logits(q[:, :, first:last], seen, step).softmax(-1)
             pieces.append(self._read(weights, seen.v, step))
-            known = self.score(score[:, : len(seen)], weights.detach())
-            score = torch.cat([known, score[:, len(seen) :]], 1)
+            known = self.score(score[:, : seen.size], weights.detach())
+            score = torch.cat([known, score[:, seen.size :]], 1)
         return torch.cat(pieces, 2), score
 
-    def _logits(self, q: Tensor, held: Rows, step: Step) -> Tensor:
-        """``(N, H, n, R)`` for queries of the last n rows; -inf for what is later than a query, and for padding."""
+    def _compute_logits(self, q: Tensor, held: Entries, step: Step) -> Tensor:
+        """``(N, H, n, R)`` for queries of the last n entries; -inf for what is later than a query, and for padding."""
         q, k = self.turned(q, held.k.to(q.dtype), held.position, step)
-        logits = (_grouped(q * step.scale, k) @ k.transpose(2, 3)).view(*q.shape[:3], len(held))
-        column = torch.arange(len(held), device=q.device)
+        logits = (_group_queries(q * step.scale, k) @ k.transpose(2, 3)).view(*q.shape[:3], held.size)
+        column = torch.arange(held.size, device=q.device)
         query = column[-q.shape[2] :, None]
         return logits.masked_fill(column > query, -torch.inf)
 
     def _read(self, weights: Tensor, v: Tensor, step: Step) -> Tensor:
         weights = dropout(weights, step.dropout)
-        return (_grouped(weights, v) @ v.to(weights.dtype)).view(*weights.shape[:3], -1)
+        return (_group_queries(weights, v) @ v.to(weights.dtype)).view(*weights.shape[:3], -1)
 
-    def _standing(self, position: Tensor) -> Tensor:
+    def _protect_sinks(self, position: Tensor) -> Tensor:
         """What is added to scores ``(N, R)``: sinks never go."""
         standing = torch.zeros(position.shape, dtype=torch.float32, device=position.device)
         return standing.masked_fill_(position < self.sinks, torch.inf)
 
     # ---- pieces of a call, and the way into the cache and out ----
 
-    def _pieces(self, n: int, room: int) -> Iterator[tuple[int, int, bool]]:
-        """Stretches of a call of ``n`` tokens with space for ``room``, and whether each token of one drops a row."""
+    def _cut_call(self, n: int, room: int) -> Iterator[tuple[int, int, bool]]:
+        """Stretches of a call of ``n`` tokens with space for ``room``, and whether each token of one drops an entry."""
         first = 0
         # of a single token all drop alike, and this is the fast form; a chunk of 1 that was asked for is the plain one
         each = self.options.prefill == "token" or (self.options.chunk is None and 1 in (self.stride, n))
@@ -286,36 +283,37 @@ class Eviction(Memory):
     def _sets(self) -> int:
         return self.kv_heads if self.options.scope == "head" else 1
 
-    def _queries(self, step: Step) -> Tensor:
+    def _split_queries(self, step: Step) -> Tensor:
         """The new queries by set ``(N, H, n, D)``, float32 or wider."""
         q = self.plain(step.q.to(wide(step.q.dtype)), step, 0)
         return q.unflatten(1, (self._sets, -1)).flatten(0, 1)
 
-    def _new(self, step: Step) -> Rows:
-        return self._rows(self.plain(step.k, step, 0), step.v, step, 0, None)
+    def _take_new(self, step: Step) -> Entries:
+        return self._make_entries(self.plain(step.k, step, 0), step.v, step, 0, None)
 
-    def _rows(self, k: Tensor, v: Tensor, step: Step, start: int, score: Tensor | None) -> Rows:
-        """Keys and values ``(B, H_kv, n, D)`` of the tokens from ``start`` on as rows of each set; ``score`` (B, sets,
+    def _make_entries(self, k: Tensor, v: Tensor, step: Step, start: int, score: Tensor | None) -> Entries:
+        """Entries of each set: keys and values ``(B, H_kv, n, D)`` of the tokens from ``start`` on, ``score`` (B, sets,
         n)."""
         position = step.now.indices(start, k.shape[2])
         position = position.to(torch.int32).expand(len(k), -1).repeat_interleave(self._sets, 0)
         known = k.new_zeros(position.shape, dtype=wide(k.dtype)) if score is None else score.flatten(0, 1)
         k, v = (x.unflatten(1, (self._sets, -1)).flatten(0, 1) for x in (k, v))
-        return Rows(k, v, position, known)
+        return Entries(k, v, position, known)
 
-    def _held(self, step: Step) -> Rows:
-        """The rows before this call."""
+    def _take_held(self, step: Step) -> Entries:
+        """The entries before this call."""
         layer, seen = step.layer, step.now.seen
         if not seen:
-            return self._rows(step.k[:, :, :0], step.v[:, :, :0], step, 0, None)
+            return self._make_entries(step.k[:, :, :0], step.v[:, :, :0], step, 0, None)
         if "positions" not in layer.state:
-            return self._rows(self.plain(layer.keys, step, -seen), layer.values, step, -seen, layer.state.get("scores"))
+            k, scores = self.plain(layer.keys, step, -seen), layer.state.get("scores")
+            return self._make_entries(k, layer.values, step, -seen, scores)
         k, v = (x.unflatten(1, (self._sets, -1)).flatten(0, 1) for x in (layer.keys, layer.values))
         position = layer.state["positions"].flatten(0, 1)
         score = layer.state["scores"].flatten(0, 1) if self.accumulates else None
-        return Rows(k, v, position, k.new_zeros(position.shape, dtype=wide(k.dtype)) if score is None else score)
+        return Entries(k, v, position, k.new_zeros(position.shape, dtype=wide(k.dtype)) if score is None else score)
 
-    def _keep(self, held: Rows, step: Step) -> None:
+    def _keep(self, held: Entries, step: Step) -> None:
         layer = step.layer
         layer.hold(*(x.unflatten(0, (-1, self._sets)).flatten(1, 2) for x in (held.k, held.v)))
         layer.aligned = True
@@ -324,6 +322,6 @@ class Eviction(Memory):
             layer.state["scores"] = held.score.unflatten(0, (-1, self._sets))
 
 
-def _grouped(x: Tensor, like: Tensor) -> Tensor:
+def _group_queries(x: Tensor, like: Tensor) -> Tensor:
     """``(N, H, n, ...) -> (N, H_kv, H / H_kv * n, ...)`` for the key heads of ``like``, which they share."""
     return x.unflatten(1, (like.shape[1], -1)).flatten(2, 3)

@@ -115,10 +115,7 @@ def window_attention(
         k, v: keys and values of the tokens ``start - W .. start + n - 1``, ``(B, H_kv, W + n, D)``; what lies before
             token 0 may hold any finite number.
         sink_k, sink_v: tokens 0 to S - 1, ``(B, H_kv, S, D)``.
-        window: W.
-        start: index of the first query.
-        scale: factor of the logits.
-        dropout: probability, as in the base's attention.
+        window: W; ``scale``: factor of the logits; ``dropout``: probability, as in the base's attention.
         lse: whether the log-sum-exp of each query's logits is wanted; its gradient counts too.
 
     Returns:
@@ -254,7 +251,7 @@ def forced_backends() -> list[str]:
 
 @contextmanager
 def forced(*backends: str) -> Iterator[None]:
-    """Inside the block these backends serve what they can, torch the rest; none given: the table's own choice."""
+    """Inside the block these backends serve what they can, torch the rest; with none the table chooses."""
     before, chosen = os.environ.get(VARIABLE), dict(_chosen)
     os.environ[VARIABLE] = ",".join(backends)
     _chosen.clear()

@@ -39,48 +39,40 @@ def window_attention(
     block = min(window, n, max(64, window // 4))
     # from this token on every query sees a whole window and all sinks: one mask serves all blocks
     regular = min(max(window + max(sinks - 1, 0) - start, 0), n)
-    pieces = []
-    for first in range(0, regular, block):
-        last = min(first + block, regular)
-        mask = _mask(first, last - first, start, window, sinks, q.device)
+    blocks = (n - regular) // block  # whole ones, folded into the batch
+    rest = regular + blocks * block
+
+    def attend_alone(first: int, last: int) -> tuple[Tensor, ...]:
+        mask = _mask(last - first, start + first, window, sinks, q.device)
         near_k, near_v = (torch.cat([s, x[:, :, first : last + window]], 2) for s, x in ((sink_k, k), (sink_v, v)))
-        pieces.append(attend(q[:, :, first:last], near_k, near_v, mask, scale, dropout))
-    count = (n - regular) // block  # whole blocks, folded into the batch
-    if count:
-        band = _band(block, window, sinks, q.device)
+        return attend(q[:, :, first:last], near_k, near_v, mask, scale, dropout)
+
+    pieces = [attend_alone(first, min(first + block, regular)) for first in range(0, regular, block)]
+    if blocks:
+        band = _mask(block, window + sinks, window, sinks, q.device)
         most = GATHERED if k.device.type == "cpu" else GPU_GATHERED
-        group = max(1, most // ((sinks + window + block) * k.shape[0] * k.shape[1] * k.shape[3]))
-        for first in range(0, count, group):
-            blocks = min(group, count - first)
-            at = regular + first * block
-            stretch = slice(at, at + blocks * block + window)
-            folded = q[:, :, at : at + blocks * block].unflatten(2, (blocks, block))  # (B, H, N, C, D)
-            near_k, near_v = (_gather(s, x[:, :, stretch], blocks, block) for s, x in ((sink_k, k), (sink_v, v)))
-            parts = attend(folded.transpose(1, 2).flatten(0, 1), near_k, near_v, band, scale, dropout)
-            pieces.append(tuple(part.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3) for part in parts))
-    rest = n - regular - count * block
-    if rest:
-        near_k, near_v = (torch.cat([s, x[:, :, n - rest :]], 2) for s, x in ((sink_k, k), (sink_v, v)))
-        band = _band(rest, window, sinks, q.device)
-        pieces.append(attend(q[:, :, n - rest :], near_k, near_v, band, scale, dropout))
+        group = block * max(1, most // ((sinks + window + block) * k.shape[0] * k.shape[1] * k.shape[3]))
+        for first in range(regular, rest, group):
+            last = min(first + group, rest)
+            count = (last - first) // block
+            folded = q[:, :, first:last].unflatten(2, (count, block)).transpose(1, 2).flatten(0, 1)  # (B N, H, C, D)
+            near_k, near_v = (
+                _gather(s, x[:, :, first : last + window], count, block) for s, x in ((sink_k, k), (sink_v, v))
+            )
+            parts = attend(folded, near_k, near_v, band, scale, dropout)
+            pieces.append(tuple(part.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3) for part in parts))
+    if rest < n:
+        pieces.append(attend_alone(rest, n))
     found = pieces[0] if len(pieces) == 1 else [torch.cat(parts, 2) for parts in zip(*pieces, strict=True)]
     return found[0], found[1] if lse else None
 
 
-def _mask(first: int, count: int, start: int, window: int, sinks: int, device: torch.device) -> Tensor:
-    """Who sees whom for ``count`` queries from the ``first`` on: ``(count, S + W + count)``, True if seen."""
-    t = torch.arange(start + first, start + first + count, device=device)[:, None]
-    j = torch.arange(start + first - window, start + first + count, device=device)
+def _mask(count: int, first: int, window: int, sinks: int, device: torch.device) -> Tensor:
+    """Who sees whom for the ``count`` queries from index ``first`` on: ``(count, S + W + count)``, True if seen."""
+    t = torch.arange(first, first + count, device=device)[:, None]
+    j = torch.arange(first - window, first + count, device=device)
     near = (j <= t) & (t - j < window) & (j >= 0)
     return torch.cat([torch.arange(sinks, device=device) <= t - window, near], -1)
-
-
-def _band(count: int, window: int, sinks: int, device: torch.device) -> Tensor:
-    """The mask of a block well inside the sequence, ``(count, S + W + count)``: all sinks, W tokens each."""
-    row = torch.arange(count, device=device)[:, None]
-    column = torch.arange(window + count, device=device)
-    near = (column > row) & (column <= row + window)
-    return torch.cat([near.new_ones(count, sinks), near], 1)
 
 
 def _gather(sinks: Tensor, stream: Tensor, blocks: int, block: int) -> Tensor:
@@ -127,7 +119,10 @@ def decode_attention(
     q = q.reshape(B, k.shape[1], -1, D)
     if not lse:
         return scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale).reshape(B, H, 1, D), None
-    out, sums = shared_attention_lse(q, k, v, scale, dropout)
+    if q.device.type == "cpu" and dropout == 0 and not torch.is_grad_enabled():
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+    else:
+        out, sums = attention_lse(q.flatten(0, 1).unsqueeze(1), k.flatten(0, 1), v.flatten(0, 1), None, scale, dropout)
     return out.reshape(B, H, 1, D), sums.reshape(B, H, 1)
 
 
@@ -162,14 +157,6 @@ def attention_lse(
         return _Flash.apply(q, k, v, mask, scale)
     with torch.autocast(device, enabled=False):
         return recomputed_attention_lse(q, k, v, mask, scale, dropout)
-
-
-def shared_attention_lse(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
-    """:func:`attention_lse` of queries ``(B, H, n, D)`` that all see the keys ``(B, H, m, D)`` of their own head."""
-    if q.device.type == "cpu" and dropout == 0 and not torch.is_grad_enabled():
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
-    out, lse = attention_lse(q.flatten(0, 1).unsqueeze(1), k.flatten(0, 1), v.flatten(0, 1), None, scale, dropout)
-    return out.view_as(q), lse.view(q.shape[:3])
 
 
 def recomputed_attention_lse(

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 import retrofit
 from patches.cache import MemoryCacheLayer
 from patches.errors import RetrofitError
-from patches.eviction import Rows
+from patches.eviction import Entries
 from patches.kinds import KINDS
 from patches.sequence import Starts
 from tests.patches.steps import make_step
@@ -176,13 +176,13 @@ def test_a_budget_of_everything_is_full_attention(base, kind, options):
 @torch.no_grad()
 def test_full_and_chunked_prefill_hold_what_they_say(make_base, monkeypatch, kind):
     longest = []
-    join = Rows.join
+    join = Entries.join
 
     def watched(self, other):
-        longest.append(len(self) + len(other))
+        longest.append(self.size + other.size)
         return join(self, other)
 
-    monkeypatch.setattr(Rows, "join", watched)
+    monkeypatch.setattr(Entries, "join", watched)
     base, ids = make_base("Llama"), torch.randint(3, 101, (2, 60))
     heavy = {"heavy": 0} if kind == "h2o" else {}
     peak, logits = {}, {}
@@ -203,13 +203,13 @@ def test_full_and_chunked_prefill_hold_what_they_say(make_base, monkeypatch, kin
 @torch.no_grad()
 def test_a_prompt_is_read_in_chunks_unasked(base, monkeypatch, kind):
     """An eighth of the window: bounded, and no step per token; with a short window that is every token."""
-    loops, choose = [], KINDS[kind]._choose
+    loops, choose = [], KINDS[kind]._choose_victims
 
     def watched(self, *args):
         loops.append(1)
         return choose(self, *args)
 
-    monkeypatch.setattr(KINDS[kind], "_choose", watched)
+    monkeypatch.setattr(KINDS[kind], "_choose_victims", watched)
     ids, heavy = torch.randint(3, 101, (2, 60)), {"heavy": 3} if kind == "h2o" else {}
     for window, alike in ((32, {"prefill": "chunk", "chunk": 4}), (15, {"prefill": "token"})):
         loops.clear()

@@ -27,7 +27,7 @@ ROOMS = {
     "serve": "retrofit.serving.command",
     "eval": "retrofit.evaluation.command",
     "report": "retrofit.report.command",
-    "bench": "distill.bench.command",
+    "bench": "retrofit.bench.command",
     "estimate": "retrofit.costs.command",
     "allocate": "retrofit.allocation.command",
     "recipes": "distill.command",

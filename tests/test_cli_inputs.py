@@ -117,7 +117,7 @@ def test_an_output_that_cannot_be_written(verb: str, place: str, desk: Path) -> 
         ["distill", "run/mine.yaml", "-o", "out"],
         ["estimate", "base", "--window", 8],
         ["doctor"],
-        ["bench", "scan", "--length", 8],
+        ["bench", "run", "--length", 8],
     ],
     ids=lambda value: " ".join(map(str, value)),
 )

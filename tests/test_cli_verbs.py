@@ -99,14 +99,6 @@ def test_the_doctor_says_when_something_breaks(monkeypatch: pytest.MonkeyPatch) 
     assert "retrofit does not import" in result.stdout
 
 
-def test_bench_writes_its_rows(tmp_path: Path) -> None:
-    result = run("bench", "scan", "--length", 70, "--heads", 1, "--head-dim", 4, "--json", tmp_path / "rows.json")
-    assert result.exit_code == 0, result.output
-    assert "loop / chunked" in result.stdout
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["name"] for row in rows] == 2 * ["token loop", "chunked", "loop / chunked"]
-
-
 def test_estimate_prints_its_rows_and_writes_them(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     how = ["--memory", "kvm", "--option", "budget=power_law", "--peak-tflops", 989, "--bandwidth", 4800]

@@ -53,7 +53,7 @@ NOT_RUN = {
     "python": "a script beside the command: tests/serving measures what an engine saves",
     "--dry-run": "half a minute; tests/test_recipes.py does it with every recipe",
     "serve": "becomes an engine that goes on for ever; tests/serving runs it",
-    "bench": "starts processes of its own; tests/retrofit/test_bench.py runs it",
+    "bench": "starts processes of its own; tests/retrofit/bench runs it",
 }
 # after the page's own words, so that a tiny model on one core has done soon: the last value of a flag counts
 SHORTER = {
@@ -422,7 +422,7 @@ def test_the_figures_of_decoding_are_those_of_the_benchmarks() -> None:
     names, values = ("full attention | none |" + header).strip("| ").split(" | "), ratios.strip("| ").split(" | ")
     measured = dict(zip(names, values, strict=True))
     (row,) = re.findall(
-        r"^\| `retrofit bench decode.*\| (full attention .+) \|$", text_of("docs/figures.md"), re.MULTILINE
+        r"^\| `python -m benchmarks.speed decode.*\| (full attention .+) \|$", text_of("docs/figures.md"), re.MULTILINE
     )
     told = dict(re.findall(r"(full attention|[\w-]+) (\d\.\d+)", row))
     assert len(told) > 3

@@ -1,15 +1,12 @@
-"""Time of competing functions: interleaved rounds, medians and quartiles, two forms of one computation side by side."""
+"""Time of competing functions: interleaved rounds, medians and quartiles."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 from torch.utils.benchmark import timer  # waits for the GPU before it reads the clock
 
 from patches.errors import RetrofitError
-from retrofit.bench.machine import Where, peak_bytes
 
 
 def spread_columns(name: str, header: str, spec: str) -> dict[str, tuple[str, str]]:
@@ -17,15 +14,7 @@ def spread_columns(name: str, header: str, spec: str) -> dict[str, tuple[str, st
     return {name: (header, spec), f"{name}_low": ("quartile", spec), f"{name}_high": ("quartile", spec)}
 
 
-# of verbs that set two forms side by side; the last row holds their ratios
-TIME_AND_MEMORY = {
-    "name": ("", ""),
-    **spread_columns("seconds", "seconds", ".3f"),
-    "extra_mib": ("peak extra MiB", ",.2f"),
-}
 Arm = TypeVar("Arm")  # whatever names one
-# how far two forms may be apart, relative to their length
-TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 1e-2}
 
 
 def interleaved(arms: Mapping[Arm, Callable[[], object]], repeats: int, warm_up: bool = True) -> dict[Arm, list[float]]:
@@ -58,52 +47,6 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 def ratios(numerator: list[float], denominator: list[float]) -> list[float]:
     """Round by round quotients of two arms."""
     return [a / b for a, b in zip(numerator, denominator, strict=True)]
-
-
-def side_by_side(
-    prepare: Callable[..., Callable[[], Tensor]],
-    case: Where,
-    names: tuple[str, str],
-    ratio: tuple[str, str],
-    called: str,
-    repeats: int,
-) -> list[dict[str, Any]]:
-    """Seconds and peak extra memory of two forms of one computation, and their ratios.
-
-    Args:
-        prepare: ``prepare(case, name)`` makes the inputs and returns the form that is measured, which returns what it
-            computed. It must be a function that another process can import.
-        names: of the two forms.
-        ratio: which of them is divided by which, and what that row is ``called``.
-
-    Returns:
-        A row for each form with ``seconds`` (median; ``_low``, ``_high``) and ``extra_mib`` (None where the system does
-        not tell), then a row with the ratios of both.
-
-    Raises:
-        RetrofitError: the two forms compute different things.
-    """
-    arms = {name: prepare(case, name) for name in names}
-    check_equal([arm() for arm in arms.values()], TOLERANCES[case.dtype])
-    seconds = interleaved(arms, repeats)
-    arms.clear()  # the measured processes need the memory
-    held = {name: peak_bytes(case.place(), prepare, case, name) for name in names}
-    rows: list[dict[str, Any]] = [
-        {"name": name, **spread("seconds", seconds[name]), "extra_mib": mib(held[name])} for name in names
-    ]
-    over, under = ratio
-    much, little = held[over], held[under]
-    quotient = much / little if much and little else None
-    times = spread("seconds", ratios(seconds[over], seconds[under]))
-    return [*rows, {"name": called, **times, "extra_mib": quotient}]
-
-
-def check_equal(results: Sequence[Tensor], tolerance: float) -> None:
-    """Refuse to compare two forms whose results differ by more than ``tolerance`` of their length."""
-    one, other = results
-    difference = ((one - other).float().norm() / one.float().norm()).item()
-    if math.isnan(difference) or difference > tolerance:
-        raise RetrofitError(f"the two forms differ by {difference:.1e}: their times would compare different things")
 
 
 def mib(held: int | None) -> float | None:

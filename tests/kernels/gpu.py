@@ -18,8 +18,8 @@ import torch
 from transformers import DynamicCache
 
 import retrofit
-from distill.bench import loss as loss_bench
-from distill.bench import step as step_bench
+from benchmarks.speed import loss as loss_bench
+from benchmarks.speed import step as step_bench
 from patches import kernels
 from patches.kinds import KINDS
 from retrofit.bench.machine import Where
@@ -144,7 +144,7 @@ def measure_loss(session: Session) -> None:
 
 
 def measure_step(session: Session) -> None:
-    """A distillation step beside its parts, as ``retrofit bench step`` has it."""
+    """A distillation step beside its parts, as ``python -m benchmarks.speed step`` has it."""
     sizes: dict[str, Any] = {"hidden": 2048, "length": 8192}
     if session.small:
         sizes = {"hidden": 128, "layers": 1, "window": 16, "length": 64}

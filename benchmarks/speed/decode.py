@@ -1,10 +1,10 @@
-"""`retrofit bench decode`: time per token and cache bytes of a patched model at a short and at a long context."""
+"""Time per token and cache bytes of a patched model at a short and at a long context."""
 
 from functools import partial
 from typing import Any
 
 import retrofit
-from retrofit.bench import cases
+from benchmarks.speed import cases
 from retrofit.bench.models import RandomModels, decode_step, prompt
 from retrofit.bench.timing import interleaved, ratios, spread, spread_columns
 from retrofit.evaluation.answering import prefill

@@ -1,4 +1,4 @@
-"""`retrofit bench scan`: the chunked gated delta rule beside its token loop, forward and forward + backward."""
+"""The chunked gated delta rule beside its token loop, forward and forward + backward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.speed import cases
+from benchmarks.speed.two_forms import check_equal
 from patches.scan import gated_delta_rule_chunks, gated_delta_rule_steps
-from retrofit.bench import cases
 from retrofit.bench.machine import Where
-from retrofit.bench.timing import check_equal, interleaved, ratios, spread, spread_columns
+from retrofit.bench.timing import interleaved, ratios, spread, spread_columns
 
 FORMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "token loop": gated_delta_rule_steps,

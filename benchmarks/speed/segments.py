@@ -1,4 +1,4 @@
-"""`retrofit bench segments`: a training step on rows of growing length, a segment at a time: its peak memory and time.
+"""A training step on rows of growing length, a segment at a time: its peak memory and time.
 
 What `retrofit distill --dry-run` predicts stands beside the memory.
 """
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import retrofit
-from distill.bench import cases
-from distill.bench.step import make_trainer
+from benchmarks.speed import cases
+from benchmarks.speed.step import make_trainer
 from distill.objective import Objective
 from distill.preflight import find_trainable
 from distill.simulate import step_bytes

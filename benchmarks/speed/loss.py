@@ -1,4 +1,4 @@
-"""`retrofit bench loss`: the chunked KL beside its naive form, forward and backward, in time and peak memory."""
+"""The chunked KL beside its naive form, forward and backward, in time and peak memory."""
 
 import functools
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.bench import cases
+from benchmarks.speed import cases
+from benchmarks.speed.two_forms import TIME_AND_MEMORY, side_by_side
 from distill.loss import chunked_kl, naive_kl
 from retrofit.bench.machine import Where
-from retrofit.bench.timing import TIME_AND_MEMORY, side_by_side
 
 FORMS = {"naive": naive_kl, "chunked": chunked_kl}
 COLUMNS = TIME_AND_MEMORY

@@ -7,9 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cli import app
+from benchmarks.speed import capacity
+from benchmarks.speed.__main__ import app
 from patches.errors import RetrofitError
-from retrofit.bench import capacity
 
 
 def test_the_papers_table_comes_out() -> None:
@@ -48,7 +48,7 @@ def test_the_count_is_the_loops(decay: float, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_verb_writes_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    done = CliRunner().invoke(app, ["bench", "capacity", "--seeds", "2", "--decay", "0.9", "--json", str(file)])
+    done = CliRunner().invoke(app, ["capacity", "--seeds", "2", "--decay", "0.9", "--json", str(file)])
     assert done.exit_code == 0, done.output
     rows = json.loads(file.read_text())
     assert set(capacity.COLUMNS) == set(rows[0])

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks.speed import decode, prefill, scan, two_forms, window
+from benchmarks.speed.two_forms import check_equal
 from patches.errors import RetrofitError
-from retrofit.bench import decode, models, prefill, scan, timing, window
+from retrofit.bench import models
 from retrofit.bench.machine import PEAK_RESET, Where, peak_bytes
-from retrofit.bench.timing import check_equal, interleaved, ratios, spread
+from retrofit.bench.timing import interleaved, ratios, spread
 
 SMALL = window.Case(length=70, window=16, sinks=3, heads=2, kv_heads=1, head_dim=8)
 
@@ -53,7 +55,7 @@ def test_the_dense_mask_shows_the_window_and_the_sinks() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_window_rows(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     held = iter([6 * 2**20, 2 * 2**20])  # each would start a process
-    monkeypatch.setattr(timing, "peak_bytes", lambda _, prepare, *how: prepare(*how)() is not None and next(held))
+    monkeypatch.setattr(two_forms, "peak_bytes", lambda _, prepare, *how: prepare(*how)() is not None and next(held))
     dense, blocked, ratio = window.run(dataclasses.replace(SMALL, backward=backward), repeats=1)
     assert [dense["name"], blocked["name"], ratio["name"]] == ["dense mask", "blocked", "dense / blocked"]
     assert [row["extra_mib"] for row in (dense, blocked, ratio)] == [6, 2, 3]
@@ -158,7 +160,7 @@ def test_a_gpu_is_made_the_current_one_and_must_be_there(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_forms_and_models_in_half_precision(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "peak_bytes", lambda *_: None)
+    monkeypatch.setattr(two_forms, "peak_bytes", lambda *_: None)
     rows = window.run(dataclasses.replace(SMALL, dtype=dtype, backward=True), repeats=1)
     assert [row["extra_mib"] for row in rows] == [None] * 3
     assert len(scan.run(scan.Case(length=40, heads=1, head_dim=4, dtype=dtype), repeats=1)) == 6

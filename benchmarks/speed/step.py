@@ -1,4 +1,4 @@
-"""`retrofit bench step`: one distillation step beside the sum of its parts, beside two models, and at twice the length.
+"""One distillation step beside the sum of its parts, beside two models, and at twice the length.
 
 What a step costs beyond the work it cannot avoid, what a second copy of the base would have cost, and whether the
 student's cost grows with the length alone.
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.benchmark import timer  # waits for the GPU before it reads the clock
 
 import retrofit
+from benchmarks.speed import cases
 from distill.arguments import DistillArguments
-from distill.bench import cases
 from distill.loss import chunked_kl
 from distill.objective import teacher_states
 from distill.preflight import find_trainable

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill.bench import loss, step
+from benchmarks.speed import loss, step, two_forms
 from patches.errors import RetrofitError
-from retrofit.bench import timing
 
 
 def test_loss_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     held = iter([6 * 2**20, 2**20])  # each would start a process
-    monkeypatch.setattr(timing, "peak_bytes", lambda _, prepare, *a: prepare(*a)() is not None and next(held))
+    monkeypatch.setattr(two_forms, "peak_bytes", lambda _, prepare, *a: prepare(*a)() is not None and next(held))
     naive, chunked, ratio = loss.run(loss.Case(positions=9, width=4, vocabulary=30), repeats=2)
     assert [row["name"] for row in (naive, chunked, ratio)] == ["naive", "chunked", "chunked / naive"]
     assert [row["extra_mib"] for row in (naive, chunked, ratio)] == [6, 1, 1 / 6]

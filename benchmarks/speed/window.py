@@ -1,4 +1,4 @@
-"""`retrofit bench window`: blocked sinks + window attention beside the dense mask it replaces."""
+"""Blocked sinks + window attention beside the dense mask it replaces."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.speed import cases
+from benchmarks.speed.two_forms import TIME_AND_MEMORY, side_by_side
 from patches.window import window_attention
-from retrofit.bench import cases
 from retrofit.bench.machine import Where
-from retrofit.bench.timing import TIME_AND_MEMORY, side_by_side
 
 COLUMNS = TIME_AND_MEMORY
 DENSE, BLOCKED = "dense mask", "blocked"

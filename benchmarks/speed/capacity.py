@@ -1,4 +1,4 @@
-"""`retrofit bench capacity`: how many pairs an outer-product memory holds, beside the Tensor Cache paper's Table 3.
+"""How many pairs an outer-product memory holds, beside the Tensor Cache paper's Table 3.
 
 Pairs of random keys and values of length 1 are written one after the other with the memory's own rule; after each, the
 first key is read. What comes back is the first value, decayed, and noise from the others. The capacity is the number of
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.speed import cases
 from patches.errors import RetrofitError
 from patches.tensor_cache import RULES
-from retrofit.bench import cases
 
 # of arXiv 2605.22884, Table 3: means of 5 seeds
 PAPER = {

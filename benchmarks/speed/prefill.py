@@ -1,11 +1,11 @@
-"""`retrofit bench prefill`: how long a patched model takes to read a prompt, beside `none` and full attention."""
+"""How long a patched model takes to read a prompt, beside `none` and full attention."""
 
 from functools import partial
 from typing import Any
 
 import torch
 
-from retrofit.bench import cases
+from benchmarks.speed import cases
 from retrofit.bench.models import FULL, NONE, RandomModels, prompt
 from retrofit.bench.timing import interleaved, ratios, spread, spread_columns
 

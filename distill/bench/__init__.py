@@ -1,1 +1,0 @@
-"""Benchmarks of training, as ratios in one run: `retrofit bench loss` and `retrofit bench step`."""

@@ -41,7 +41,7 @@ def commands(page: str) -> list[Command]:
 
 
 def mentioned(page: str) -> list[list[str]]:
-    """Commands named in running text, as words: ``python -m benchmarks.speed loss``."""
+    """Commands named in running text, as words: ``retrofit bench run``."""
     prose = re.sub(r"\s+", " ", FENCE.sub("", text_of(page)))
     return [shlex.split(text) for text in re.findall(r"`(retrofit [^`]+)`", prose)]
 

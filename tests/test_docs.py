@@ -1,8 +1,10 @@
 """README and docs: every command is run or says why not, every block is code that works, every link leads somewhere."""
 
+import importlib.util
 import json
 import re
 import runpy
+import shlex
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -16,9 +18,11 @@ import typer
 import yaml
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import retrofit
+from benchmarks.speed.__main__ import app as speed
 from cli import app
 from distill.data.rows import PackedRows
 from distill.lora import add_lora, save_lora
@@ -148,6 +152,18 @@ def test_verbs_and_flags_are_known(page: str) -> None:
         verb, rest = _verb(words[1:])
         known = {flag for parameter in verb.params for flag in (*parameter.opts, *parameter.secondary_opts)}
         assert {word.split("=")[0] for word in rest if word.startswith("-")} <= known | {"--help"}, words
+
+
+@pytest.mark.parametrize("page", NAMED)
+def test_the_programs_beside_the_command_are_there(page: str) -> None:
+    """Each ``python -m module``; of the speed benchmarks verb and flags, too."""
+    for module, rest in re.findall(r"python -m (benchmarks[\w.]*)([^`\n]*)", re.sub(r"\s+", " ", text_of(page))):
+        assert importlib.util.find_spec(module), module
+        verb, *words = shlex.split(rest.partition("#")[0]) or [""]
+        if module == "benchmarks.speed" and verb != "VERB":
+            command = get_command(speed).commands[verb]
+            known = {flag for parameter in command.params for flag in parameter.opts}
+            assert {word for word in words if word.startswith("--")} <= known, (verb, words)
 
 
 def test_every_reason_for_not_running_is_needed() -> None:

@@ -1,4 +1,4 @@
-"""Draws serving.json, the rows of retrofit/serving/bench.py, as serving-light.svg and serving-dark.svg."""
+"""Draws serving.json, the rows of benchmarks/serving.py, as serving-light.svg and serving-dark.svg."""
 
 import json
 

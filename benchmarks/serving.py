@@ -1,6 +1,6 @@
 """What a bounded memory saves in vLLM: the same engine and bytes for the cache, a base beside its retrofit.
 
-    python -m retrofit.serving.bench BASE RETROFIT --cache-mib 400 --json rows.json
+    python -m benchmarks.serving BASE RETROFIT --cache-mib 400 --json rows.json
 
 Time is that of one core, as the process has used it, so that a busy machine gives the same figures.
 """

@@ -35,18 +35,12 @@ def newest_at_places(total: int, places: int, device: torch.device | None = None
 
 @dataclass
 class Stream:
-    """The tokens that a call works on: the W before it and its own n, in order.
+    """The tokens that a call works on: the W before it and its own n, in order."""
 
-    Attributes:
-        k, v: ``(B, H_kv, W + n, D)``; zeros before a text's first token.
-        gates: write gates of the same tokens ``(B, G, W + n)``, or None for a memory without.
-        sink_k, sink_v: ``(B, H_kv, S, D)``.
-    """
-
-    k: Tensor
-    v: Tensor
-    gates: Tensor | None
-    sink_k: Tensor
+    k: Tensor  # (B, H_kv, W + n, D); zeros before a text's first token
+    v: Tensor  # likewise
+    gates: Tensor | None  # write gates of the same tokens (B, G, W + n)
+    sink_k: Tensor  # (B, H_kv, S, D)
     sink_v: Tensor
 
 

@@ -5,6 +5,7 @@ one place: sinks, window, tail (evicted, but its group of ``ratio`` is not compl
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -185,16 +186,9 @@ class Compressive(WindowMemory):
         return torch.cat([far, near], 1)[None]
 
 
-@dataclass
-class Line:
-    """The keys (or the values) of evicted tokens.
+class Line(NamedTuple):
+    """The keys (or the values) of evicted tokens."""
 
-    Attributes:
-        waiting: the tail and this call's ``(B, H_kv, tail + count, D)``.
-        tokens: the same as the frame has them ``(B, H_kv, F, D)``.
-        rows: the queue, oldest first, and the groups of the frame ``(B, H_kv, R + F / ratio, D)``.
-    """
-
-    waiting: Tensor
-    tokens: Tensor
-    rows: Tensor
+    waiting: Tensor  # the tail and this call's (B, H_kv, tail + count, D)
+    tokens: Tensor  # the same as the frame has them (B, H_kv, F, D)
+    rows: Tensor  # the queue, oldest first, and the groups of the frame (B, H_kv, R + F / ratio, D)

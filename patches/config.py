@@ -82,10 +82,7 @@ class MemoryConfig:
         return {key: value for key, value in asdict(self).items() if key != "by_layer" or value}
 
     def patched_layers(self, config: Any) -> list[int]:
-        """Indices of the layers that carry the memory of this configuration.
-
-        Args:
-            config: the base's (or the patched model's) transformers configuration.
+        """Indices of the layers that carry the memory, in a base (or patched model) with this transformers ``config``.
 
         Raises:
             RetrofitError: an index is not a layer of this base, or of one that keeps its own window.
@@ -108,10 +105,8 @@ class MemoryConfig:
     def of_layers(self, config: Any) -> list["MemoryConfig | None"]:
         """What each layer has: a configuration that is alike for all layers; None for one that stays as it is.
 
-        Arguments and errors as above, and:
-
         Raises:
-            RetrofitError: ``by_layer`` names a layer that stays as it is, or options of one without the memory.
+            RetrofitError: as above; ``by_layer`` names a layer that stays as it is, or options of one without a memory.
         """
         own, patched = keep_their_window(config), set(self.patched_layers(config))
         layers = range(config.num_hidden_layers)
@@ -135,7 +130,7 @@ class MemoryConfig:
         return [of_layer(index) if index in bounded else None for index in layers]
 
     def windows(self, config: Any) -> list[int]:
-        """W of each layer that has one; arguments and errors as above."""
+        """W of each layer that has one."""
         return [one.window for one in self.of_layers(config) if one is not None]
 
     def window_only(self, window: int | None = None) -> "MemoryConfig":
@@ -175,11 +170,7 @@ def _indices(layers: Any) -> list[int]:
 
 
 def check_window(window: int, sinks: int) -> None:
-    """Refuse a window or a number of sinks that means nothing.
-
-    Raises:
-        RetrofitError: ``window`` < 1, ``sinks`` < 0, or one of them is too large or not a whole number.
-    """
+    """Refuse, by ``RetrofitError``, a ``window`` that is no whole number above 0 or ``sinks`` that are below 0."""
     whole_number("window", window)
     whole_number("sinks", sinks, least=0)
 
@@ -198,11 +189,7 @@ def keep_their_window(config: Any) -> set[int]:
 
 
 def check_base(config: Any, memory: MemoryConfig) -> None:
-    """Refuse a base whose attention our window cannot stand for.
-
-    Args:
-        config: the base's (or the patched model's) transformers configuration.
-        memory: what it gets.
+    """Refuse a base (or patched model) whose attention the window of ``memory`` cannot stand for.
 
     Raises:
         RetrofitError: rotary scaling that depends on the input's length, a native sliding window shorter than ours, or

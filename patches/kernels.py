@@ -151,23 +151,14 @@ def _suits_in_place(q: Tensor, state: Tensor | None, *others: Tensor | None) -> 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        op: one of the functions above.
-        backend: the name it goes by in ``RETROFIT_KERNELS``.
-        devices: types of device it runs on; empty means all.
-        dtypes: of the inputs; empty means all.
-        gradients: whether it serves where one is wanted.
-        load: ``(device, gradient)`` to the function; raises ``ImportError`` with the reason if it cannot be had.
-    """
-
-    op: str
-    backend: str
-    load: Callable[[str, bool], Callable[..., Any]]
-    devices: tuple[str, ...] = ()
-    dtypes: tuple[torch.dtype, ...] = ()
-    gradients: bool = True
+    op: str  # one of the functions above
+    backend: str  # the name it goes by in RETROFIT_KERNELS
+    load: Callable[[str, bool], Callable[..., Any]]  # of device and gradient; ImportError says why it cannot be had
+    devices: tuple[str, ...] = ()  # types; empty means all
+    dtypes: tuple[torch.dtype, ...] = ()  # of the inputs; empty means all
+    gradients: bool = True  # whether it serves where one is wanted
 
 
 OPS = ("gated_delta_rule", "linear_attention", "window_attention", "decode_attention")

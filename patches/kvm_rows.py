@@ -92,25 +92,15 @@ class RotaryKeys:
 
 @dataclass
 class Blocks:
-    """``N`` blocks of tokens ready to be written; what does not depend on which rows are chosen is computed for all.
+    """``N`` blocks of tokens ready to be written; what does not depend on which rows are chosen is computed for all."""
 
-    Attributes:
-        key: what is summed, ``(N, B, H_kv, C, D)``.
-        value: likewise.
-        index: ``(N, C, 1)``.
-        probe: what is compared with the rows, ``(N, B, H_kv, C, D)``.
-        joining: what a token adds to a row it joins, ``(N, B, H_kv, C, 2 D + 4)``.
-        weight: of tokens that found rows ``(N, B, H_kv, C, 1)``; None is 1.
-        head: number of each head in the batch ``(B, H_kv, 1)``.
-    """
-
-    key: Tensor
-    value: Tensor
-    index: Tensor
-    probe: Tensor
-    joining: Tensor
-    weight: Tensor | None
-    head: Tensor
+    key: Tensor  # what is summed (N, B, H_kv, C, D)
+    value: Tensor  # likewise
+    index: Tensor  # (N, C, 1)
+    probe: Tensor  # what is compared with the rows (N, B, H_kv, C, D)
+    joining: Tensor  # what a token adds to a row it joins (N, B, H_kv, C, 2 D + 4)
+    weight: Tensor | None  # of tokens that found rows (N, B, H_kv, C, 1); None is 1
+    head: Tensor  # number of each head in the batch (B, H_kv, 1)
 
     def founding(self, number: int) -> Tensor:
         """What a token of block ``number`` adds to a row it founds, ``(B, H_kv, C, 2 D + 4)``."""

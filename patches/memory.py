@@ -94,20 +94,13 @@ class Step:
 
 @dataclass
 class Evicted:
-    """Tokens that leave the window, one after the other; query ``first + i`` reads once the i-th is written.
+    """Tokens that leave the window, one after the other; query ``first + i`` reads once the i-th is written."""
 
-    Attributes:
-        k, v: keys, rotated, and values ``(B, H_kv, m, D)``.
-        gates: write gates ``(B, G, m)``, or None.
-        first: the call's first query that evicts a token which is no sink.
-        start: of the first such token, counted from the call's first token: ``first - W``.
-    """
-
-    k: Tensor
-    v: Tensor
-    gates: Tensor | None
-    first: int
-    start: int
+    k: Tensor  # rotated (B, H_kv, m, D)
+    v: Tensor  # (B, H_kv, m, D)
+    gates: Tensor | None  # write gates (B, G, m)
+    first: int  # the call's first query that evicts a token which is no sink
+    start: int  # of the first such token, counted from the call's first token: first - W
 
     @property
     def count(self) -> int:
@@ -382,24 +375,15 @@ def add_from(near: Tensor, first: int, added: Tensor) -> Tensor:
     return near + added if first == 0 else torch.cat([near[:, :, :first], near[:, :, first:] + added], 2)
 
 
-@dataclass
-class Pairs:
-    """Tokens that are written one after the other, and beside each the query that reads next.
+class Pairs(NamedTuple):
+    """Tokens that are written one after the other, and beside each the query that reads next."""
 
-    Attributes:
-        q: queries ``(B, H, m, D)``; zeros where nothing reads.
-        k, v: written keys and values ``(B, H_kv, m, D)``.
-        start: of the first written token, counted from the call's first token.
-        lag: tokens between a written one and the query beside it: W, or 0.
-        lead: pairs before the first one whose reading is used.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    start: int
-    lag: int
-    lead: int
+    q: Tensor  # (B, H, m, D); zeros where nothing reads
+    k: Tensor  # (B, H_kv, m, D)
+    v: Tensor  # (B, H_kv, m, D)
+    start: int  # of the first written token, counted from the call's first token
+    lag: int  # tokens between a written one and the query beside it: W, or 0
+    lead: int  # pairs before the first one whose reading is used
 
 
 @dataclass(frozen=True)

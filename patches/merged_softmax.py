@@ -61,13 +61,9 @@ def join(*parts: Part) -> Tensor:
 
 
 class Place(NamedTuple):
-    """Keys that blocks of queries slide over: block j sees ``width`` of them from ``j * step`` on.
+    """Keys that blocks of queries slide over: block j sees ``width`` of them from ``j * step`` on."""
 
-    Attributes:
-        k, v: ``(B, H_kv, L, D)``; what lies behind the last is zero.
-    """
-
-    k: Tensor
+    k: Tensor  # (B, H_kv, L, D); what lies behind the last is zero
     v: Tensor
     step: int
     width: int

@@ -54,19 +54,8 @@ def gated_delta_rule_steps(
     """The gated delta rule, token by token: decay, correct what the key recalls, write, read.
 
     ``S <- a S;  S <- S + beta k (v - k S)^T;  o = scale q S`` (AHN, arXiv 2510.07318, eq. 5; DeltaNet is ``a = 1``).
-    The query of a step sees the token written in that step.
-
-    Args:
-        q: queries ``(B, H, T, D_k)``.
-        k: keys ``(B, H_s, T, D_k)``, of length at most 1 for a stable state.
-        v: values ``(B, H_s, T, D_v)``.
-        beta: writing strength ``(B, H_s, T)``; 0 writes nothing.
-        log_decay: log of the decay ``a``, ``(B, H_s, T)``, at most 0; None means no decay.
-        state: the state before the first token ``(B, H_s, D_k, D_v)``; None means zero.
-        scale: factor of the reading.
-
-    Returns:
-        The readings ``(B, H, T, D_v)`` and the state after the last token.
+    The query of a step sees the token written in that step. Arguments and results as in kernels.py, all in one dtype
+    and with keys and values of each state; keys of length at most 1 keep it stable.
     """
     state, tokens = _tokens(q, k, v, state, beta, log_decay)
     readings = []
@@ -191,7 +180,7 @@ def linear_attention_steps(
 ) -> tuple[Tensor, Tensor]:
     """Decayed linear attention, token by token: ``S <- a S + k v^T;  o = scale q S`` (as in Mamba2, arXiv 2405.21060).
 
-    Args and returns: as :func:`gated_delta_rule_steps`; a writing strength goes into ``k`` or ``v`` beforehand.
+    As :func:`gated_delta_rule_steps` besides; a writing strength goes into ``k`` or ``v`` beforehand.
     """
     state, tokens = _tokens(q, k, v, state, None, log_decay)
     readings = []

@@ -110,35 +110,26 @@ class TensorCacheOptions(PopulationOptions):
 class Timescale(nn.Module):
     """One decayed store: lambda and eta of each key/value head, as logits."""
 
-    def __init__(self, kv_heads: int):
+    def __init__(self, kv_heads: int, options: TensorCacheOptions):
         super().__init__()
+        self.options = options
         self.theta_lambda = nn.Parameter(torch.empty(kv_heads))
         self.theta_eta = nn.Parameter(torch.empty(kv_heads))
 
     def forward(
-        self,
-        rule: str,
-        z_norm: bool,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        chosen: Tensor,
-        state: Tensor | None,
-        mass: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, before: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Write and read all slots.
 
         Args:
-            rule: one of ``RULES``.
-            z_norm: whether to keep and divide by the mass.
             q: ``(B, H_kv, slots, G, m, D)``.
             k, v: ``(B, H_kv, slots, 1, m, D)``.
             chosen: which slot each token goes to ``(B, H_kv, slots, 1, m)``, 0 or 1; the others neither decay nor grow.
-            state, mass: as returned by the call before, or None.
+            before: what the call before returned, or nothing.
 
         Returns:
-            The readings ``(B, H_kv, slots, G, m, D)``, the state ``(B, H_kv * slots, D, D)``, and with ``z_norm`` the
-            decayed sum of keys ``(B, H_kv * slots, D, 1)``.
+            The readings ``(B, H_kv, slots, G, m, D)``; the ``matrix`` ``(B, H_kv * slots, D, D)`` and, with ``z_norm``,
+            the decayed sum of keys, ``mass`` ``(B, H_kv * slots, D, 1)``.
         """
         rows = q.shape[:3]
         per_head = (1, -1, 1, 1, 1)
@@ -146,11 +137,14 @@ class Timescale(nn.Module):
         log_decay = nn.functional.logsigmoid(theta_lambda).view(per_head) * chosen
         strength = theta_eta.sigmoid().view(per_head) * chosen
         q, k, v, log_decay, strength = (x.flatten(0, 2) for x in (q, k, v, log_decay, strength))
-        read, state = RULES[rule](q, k, v, strength, log_decay, _folded(state))
-        if z_norm:
-            found, mass = _linear(q, k, strength.unsqueeze(-1), log_decay, _folded(mass))
-            read, mass = read / found.abs().clamp_min(1), mass.reshape(rows[0], -1, *mass.shape[2:])
-        return read.unflatten(0, rows), state.reshape(rows[0], -1, *state.shape[2:]), mass
+        # each slot of a head is a row of the batch with one state
+        flat = {name: x.flatten(0, 1).unsqueeze(1) for name, x in before.items()}
+        read, matrix = RULES[self.options.rule](q, k, v, strength, log_decay, flat.get("matrix"))
+        after = {"matrix": matrix}
+        if self.options.z_norm:
+            found, after["mass"] = _linear(q, k, strength.unsqueeze(-1), log_decay, flat.get("mass"))
+            read = read / found.abs().clamp_min(1)
+        return read.unflatten(0, rows), {name: x.reshape(rows[0], -1, *x.shape[2:]) for name, x in after.items()}
 
 
 class TensorCache(UngatedMemory):
@@ -161,9 +155,9 @@ class TensorCache(UngatedMemory):
 
     def __init__(self, config: Any, window: int, sinks: int, options: Any):
         super().__init__(config, window, sinks, options)
-        self.fast = Timescale(self.kv_heads)
+        self.fast = Timescale(self.kv_heads, options)
         if options.two_timescale:
-            self.slow = Timescale(self.kv_heads)
+            self.slow = Timescale(self.kv_heads, options)
             self.alpha = nn.Parameter(torch.empty(self.kv_heads))
         if options.slots > 1:
             self.slot_keys = nn.Parameter(torch.empty(self.kv_heads, options.slots, self.head_dim))
@@ -209,15 +203,12 @@ class TensorCache(UngatedMemory):
             *(x[:, :, None, None].expand(slots) for x in (k, v * options.value_scale)),
         )
 
-        read, new = torch.zeros_like(q), {}
+        read = torch.zeros_like(q)
+        new: dict[str, Tensor] = {}  # a compiler cannot trace dict[str, Tensor]()
         for name in ("fast", "slow")[: 1 + options.two_timescale]:
-            matrix, mass = f"{name}.matrix", f"{name}.mass"
-            timescale = getattr(self, name)
-            found, new[matrix], keys = timescale(
-                options.rule, options.z_norm, *rows, chosen, state.get(matrix), state.get(mass)
-            )
-            if keys is not None:
-                new[mass] = keys
+            before = {part: state[f"{name}.{part}"] for part in ("matrix", "mass") if f"{name}.{part}" in state}
+            found, after = getattr(self, name)(*rows, chosen, before)
+            new |= {f"{name}.{part}": x for part, x in after.items()}
             found = found.squeeze(2) if weights is None else (found * weights.unsqueeze(-1)).sum(2)
             read = read + (found if name == "fast" else found * self.alpha.to(read.dtype).sigmoid().view(-1, 1, 1, 1))
         return read.flatten(1, 2), new
@@ -247,8 +238,3 @@ class TensorCache(UngatedMemory):
 def unit(x: Tensor) -> Tensor:
     """``x`` scaled to length 1 along its last dimension as the authors do it, which is not as AHN's do."""
     return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + UNIT_EPS)
-
-
-def _folded(state: Tensor | None) -> Tensor | None:
-    """``(B, H_kv * slots, ...) -> (B * H_kv * slots, 1, ...)``."""
-    return None if state is None else state.flatten(0, 1).unsqueeze(1)

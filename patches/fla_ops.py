@@ -28,12 +28,12 @@ def load_gated_delta_rule(device: str, gradient: bool) -> Callable[..., Any]:
     Raises:
         ImportError: it does not import, or would not run on this device.
     """
-    return partial(_gated_delta_rule, *_import_forms(device, gradient, "gated_delta_rule"), gradient)
+    return partial(_choose_form, *_import_forms(device, gradient, "gated_delta_rule"), gradient)
 
 
 def load_linear_attention(device: str, gradient: bool) -> Callable[..., Any]:
     """Decayed linear attention by fla; raises as :func:`load_gated_delta_rule`."""
-    return partial(_linear_attention, *_import_forms(device, gradient, "simple_gla"), gradient)
+    return partial(_choose_form, *_import_forms(device, gradient, "simple_gla"), gradient)
 
 
 def _import_forms(device: str, gradient: bool, op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -62,41 +62,23 @@ def refuse(device: str, gradient: bool) -> None:
         raise ImportError(f"Triton {triton} miscompiles its backward on Hopper: pip install -U 'torch>=2.12.1'")
 
 
-def _gated_delta_rule(
+def _choose_form(
     chunks: Callable[..., Any],
     steps: Callable[..., Any],
     gradient: bool,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
+    beta: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    state: Tensor | None = None,
     *,
     scale: float,
-    normalise: bool,
+    normalise: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    run = partial(steps if _are_few(q, gradient) else chunks, use_qk_l2norm_in_kernel=normalise)
+    form = steps if not gradient and q.shape[2] <= STEPWISE else chunks
+    run = form if beta is None else partial(form, use_qk_l2norm_in_kernel=normalise)
     return _run(run, q, k, v, beta, log_decay, state, scale)
-
-
-def _linear_attention(
-    chunks: Callable[..., Any],
-    steps: Callable[..., Any],
-    gradient: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    return _run(steps if _are_few(q, gradient) else chunks, q, k, v, None, log_decay, state, scale)
-
-
-def _are_few(q: Tensor, gradient: bool) -> bool:
-    return not gradient and q.shape[2] <= STEPWISE
 
 
 def _run(

@@ -22,9 +22,7 @@ from transformers.utils import logging
 from .errors import RetrofitError, nearest
 from .fla_ops import load_gated_delta_rule, load_linear_attention
 from .kvm_merge import load_merge, merge
-from .scan import gated_delta_rule as scan_delta
-from .scan import linear_attention as scan_linear
-from .scan import write_in_place
+from .scan import run_recurrence, write_in_place
 from .window import decode_attention as blocked_decode
 from .window import window_attention as blocked_window
 from .window_cuda import load_decode, load_window
@@ -90,7 +88,7 @@ def linear_attention(
     if in_place and _suits_in_place(q, state, k, v, log_decay):
         return write_in_place(q, k, v, None, log_decay, state, scale=scale)
     run = choose("linear_attention", q, k, v, log_decay, state)
-    return run(q, k, v, log_decay, state, scale=scale)
+    return run(q, k, v, None, log_decay, state, scale=scale)
 
 
 def window_attention(
@@ -169,8 +167,8 @@ TABLE: list[Kernel] = [
     Kernel("decode_attention", "flash", load_decode, ("cuda",), HALVES, gradients=False),
     Kernel("merge", "triton", load_merge, ("cuda",), (torch.float32,)),
     Kernel("merge", "torch", lambda device, gradient: merge),
-    Kernel("gated_delta_rule", "torch", lambda device, gradient: scan_delta),
-    Kernel("linear_attention", "torch", lambda device, gradient: scan_linear),
+    Kernel("gated_delta_rule", "torch", lambda device, gradient: run_recurrence),
+    Kernel("linear_attention", "torch", lambda device, gradient: run_recurrence),
     Kernel("window_attention", "torch", lambda device, gradient: blocked_window),
     Kernel("decode_attention", "torch", lambda device, gradient: blocked_decode),
 ]

@@ -22,23 +22,32 @@ GPU_SEGMENT = 2**16  # bounds what 28 heads of 128 need to about 8 GiB
 SEGMENT = 4096  # tokens at a time: beyond 32 MiB the C library asks the system for every temporary anew, page by page
 
 
-def gated_delta_rule(
+def run_recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
+    beta: Tensor | None = None,
     log_decay: Tensor | None = None,
     state: Tensor | None = None,
     *,
     scale: float = 1.0,
     normalise: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule in whichever form is faster for this length; arguments and results as in kernels.py."""
+    """The gated delta rule, or without ``beta`` decayed linear attention, in whichever form is faster for this length.
+
+    Arguments and results as in kernels.py.
+    """
     q, k, v, beta, log_decay = _widen(q, k, v, beta, log_decay)
     if normalise:
         q, k = unit(q), unit(k)
-    k, v = per_state(k, beta.shape[1]), per_state(v, beta.shape[1])
-    form = gated_delta_rule_steps if q.shape[2] <= STEPWISE else gated_delta_rule_chunks
+    states = max(x.shape[1] for x in (k, v, beta, log_decay) if x is not None)
+    k, v = per_state(k, states), per_state(v, states)
+    log_decay = None if log_decay is None else per_state(log_decay, states)
+    few = q.shape[2] <= STEPWISE
+    if beta is None:
+        form: Callable[..., tuple[Tensor, Tensor]] = linear_attention_steps if few else linear_attention_chunks
+        return _in_segments(form, (q, k, v, log_decay), state, scale)
+    form = gated_delta_rule_steps if few else gated_delta_rule_chunks
     return _in_segments(form, (q, k, v, beta, log_decay), state, scale)
 
 
@@ -150,24 +159,6 @@ def write_in_place(
     read = q @ state
     read = read if scale == 1 else read.mul_(scale)
     return read if states == H else read.view(B, H, 1, -1), state
-
-
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    state: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Decayed linear attention in whichever form is faster; arguments and results as in kernels.py."""
-    q, k, v, log_decay = _widen(q, k, v, log_decay)
-    states = max(x.shape[1] for x in (k, v, log_decay) if x is not None)
-    k, v = per_state(k, states), per_state(v, states)
-    log_decay = None if log_decay is None else per_state(log_decay, states)
-    form = linear_attention_steps if q.shape[2] <= STEPWISE else linear_attention_chunks
-    return _in_segments(form, (q, k, v, log_decay), state, scale)
 
 
 def linear_attention_steps(

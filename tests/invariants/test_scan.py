@@ -168,18 +168,15 @@ def test_any_split(form: str, sizes: list[int], chunk: int, strongest: float, ze
 @pytest.mark.parametrize("length", [1, scan.STEPWISE, scan.STEPWISE + 1, 75])
 def test_the_chosen_form_is_one_of_the_two(length: int) -> None:
     arguments = inputs(length, 7)
-    assert_same(scan.gated_delta_rule(**arguments), scan.gated_delta_rule_steps(**arguments))
-    assert_same(scan.linear_attention(**linear(arguments)), scan.linear_attention_steps(**linear(arguments)))
+    assert_same(scan.run_recurrence(**arguments), scan.gated_delta_rule_steps(**arguments))
+    assert_same(scan.run_recurrence(**linear(arguments)), scan.linear_attention_steps(**linear(arguments)))
 
 
 @pytest.mark.parametrize("length", [0, 1, 20, 21, 200])
-@pytest.mark.parametrize("picked", [scan.gated_delta_rule, scan.linear_attention])
-def test_segments_carry_the_state(picked: Form, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    form, choose = (
-        (scan.gated_delta_rule_steps, delta)
-        if picked is scan.gated_delta_rule
-        else (scan.linear_attention_steps, linear)
-    )
+def test_segments_carry_the_state(
+    forms: tuple[Form, Form, Callable[..., dict[str, Any]]], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, form, choose), picked = forms, scan.run_recurrence
     arguments = choose(inputs(length, seed=1))
     expected = form(**arguments)
     monkeypatch.setattr(scan, "SEGMENT", 20)

@@ -204,7 +204,7 @@ class Recorded:
 @pytest.mark.parametrize(("tokens", "gradient"), [(1, False), (8, False), (9, False), (1, True)])
 def test_fla_is_given_what_it_takes(op: str, heads: tuple[int, int, int], tokens: int, gradient: bool) -> None:
     chunks, steps = Recorded(op), Recorded(op)
-    run = partial(getattr(fla_ops, f"_{op}"), chunks, steps, gradient)
+    run = partial(fla_ops._choose_form, chunks, steps, gradient)
     arguments = recurrence(op, tokens, heads=heads, dims=(7, 17), dtype=torch.float32)
     ours = results(run, arguments, gradient, scale=0.3, **unit_length(op))
     theirs = results(partial(readable, op), arguments, gradient, scale=0.3, **unit_length(op))
@@ -222,7 +222,7 @@ def test_fla_is_given_what_it_takes(op: str, heads: tuple[int, int, int], tokens
 
 @pytest.mark.parametrize("op", OPS)
 def test_fla_with_no_token(op: str) -> None:
-    run = partial(getattr(fla_ops, f"_{op}"), Recorded(op), Recorded(op), False)
+    run = partial(fla_ops._choose_form, Recorded(op), Recorded(op), False)
     arguments = recurrence(op, 0, heads=(4, 2, 2), dtype=torch.float32)
     out, last = run(**arguments, scale=1.0, **unit_length(op, False))
     assert out.shape == (2, 4, 0, 6)

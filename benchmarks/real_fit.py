@@ -10,13 +10,18 @@ from pathlib import Path
 
 import torch
 
-from distill.recipe import Recipe, read_recipe
+from distill.config import DistillConfig
+from distill.recipe import read_recipe
 from distill.resume import check_same_recipe
 from patches.errors import RetrofitError
 from retrofit.files import ends_tidily
 
 RECIPE = "smollm2-135m-joint"
-LESS = {"steps": 3, "local_steps": 3, "eval_rows": 2}  # what they are divided by for a base in float32, which is slower
+LESS = {
+    "max_steps": 3,
+    "local_steps": 3,
+    "eval_rows": 2,
+}  # what they are divided by for a base in float32, which is slower
 
 
 @dataclass
@@ -59,11 +64,11 @@ def fit_beside(output: Path, dtype: str, say: Callable[[str], None]) -> Iterator
     """
     output, recipe = output.resolve(), read_recipe(RECIPE)
     fit = Fit(output / "joint", output / "joint.log", torch.get_num_threads())
-    own = {"base": str(output / "base"), "data": str(output / "mix.jsonl"), "output": str(fit.run), "dtype": dtype}
+    own = {"base": str(output / "base"), "data": str(output / "mix.jsonl"), "output_dir": str(fit.run), "dtype": dtype}
     if dtype == "float32":
         own |= {key: recipe[key] // by for key, by in LESS.items()}
     try:
-        check_same_recipe(Recipe.from_dict(recipe | own), fit.run)
+        check_same_recipe(DistillConfig.from_dict(recipe | own), fit.run)
         how = "--resume"
     except RetrofitError:  # no run yet, or one with other settings; all that is there is ours
         how = "--overwrite"

@@ -4,13 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distill.arguments import DistillArguments
+    from distill.config import DistillConfig
     from distill.run import distill
     from distill.trainer import DistillTrainer
 
-__all__ = ["DistillArguments", "DistillTrainer", "distill"]
+__all__ = ["DistillConfig", "DistillTrainer", "distill"]
 
-_HOME = {"DistillArguments": "distill.arguments", "DistillTrainer": "distill.trainer", "distill": "distill.run"}
+_HOME = {"DistillConfig": "distill.config", "DistillTrainer": "distill.trainer", "distill": "distill.run"}
 
 
 def __getattr__(name: str) -> Any:

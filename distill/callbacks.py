@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 
-from distill.parallel.processes import Processes, any_of
+from distill.parallel.processes import any_of, wait_for_all
 from distill.progress import Bar, peak_bytes
 from patches.errors import RetrofitError
 from retrofit.files import write_text
@@ -98,19 +98,22 @@ class Patience(EarlyStoppingCallback):
 class PushAdapter(TrainerCallback):
     """Sends the adapter of each checkpoint to the Hub; a Hub that fails does not stop the run."""
 
-    def __init__(self, repo: str, console: Console, processes: Processes) -> None:
-        self.repo, self.console, self.processes = repo, console, processes
+    def __init__(self, args: Any, console: Console | None = None) -> None:
+        """``args``: those of the trainer."""
+        self.repo = args.hub_model_id or Path(args.output_dir).resolve().name
+        self.how = {"private": args.hub_private_repo, "revision": args.hub_revision, "token": args.hub_token}
+        self.console = console or Console(stderr=True)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """From the main process; the others wait, because in the next step it would seem to hang."""
         if state.is_world_process_zero:
             self.push(Path(args.output_dir) / f"checkpoint-{state.global_step}", f"Step {state.global_step}")
-        self.processes.wait()
+        wait_for_all()
 
     def push(self, folder: Path, message: str) -> None:
         """Send an adapter, or say why it was not sent."""
         try:
-            push_folder(folder, self.repo, message=message)
+            push_folder(folder, self.repo, message=message, **self.how)
         except RetrofitError as error:
             self.console.print(f"{folder} was not pushed: {error}", highlight=False, soft_wrap=True)
 

@@ -1,20 +1,65 @@
 """The verbs that teach: ``retrofit demo`` and ``retrofit distill``, and the recipes they read."""
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from distill.recipe import Recipe, load_recipe, read_recipe, shipped_recipes
+from distill.recipe import DistillKeys, find_recipe, read_recipe, refuse_renamed, shipped_recipes
 from patches.errors import RetrofitError
 from retrofit.files import check_file, check_output, write_bytes
 from retrofit.import_guard import HERE
-from retrofit.options import Json, Memory, Options, Output, Overwrite, Seed, Verbs, flags, loading, pairs
+from retrofit.options import (
+    Json,
+    Memory,
+    Options,
+    Output,
+    Overwrite,
+    Seed,
+    Verb,
+    Verbs,
+    as_flag,
+    flags,
+    given,
+    loading,
+    pairs,
+)
+from retrofit.settings import settings
+
+OTHERS = "retrofit.training"  # where a command line's context keeps flags that are transformers' alone
 
 app = Verbs()
 recipes = Verbs(help="List, show, copy and check recipes.")
 app.add_typer(recipes, name="recipes")
+
+
+class Distill(Verb):
+    """`retrofit distill`, which has a flag for every field of transformers' ``TrainingArguments`` as well.
+
+    Those are added once one is used: reading them imports torch, which takes longer than --help may.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line.
+
+        Raises:
+            RetrofitError: a flag has another name in transformers.
+        """
+        used = {as_flag(arg).partition("=")[0] for arg in args if arg.startswith("--")} - {"--help", "--output"}
+        refuse_renamed(sorted(flag[2:].replace("-", "_") for flag in used))
+        if used - {flag for param in self.params for flag in (*param.opts, *param.secondary_opts)}:
+            loading("transformers' own flags")
+            from distill.config import DistillConfig
+
+            others = typer.Typer()
+            others.command()(flags(DistillConfig, leave=settings(DistillKeys))(lambda **values: None))
+            self.params += typer.main.get_command(others).params
+        left = super().parse_args(ctx, args)
+        own = {*inspect.signature(distill).parameters}
+        ctx.meta[OTHERS] = {name: ctx.params.pop(name) for name in ctx.params.keys() - own}
+        return left
 
 
 @app.verb("retrofit demo --seed 1 --json rows.json")
@@ -36,20 +81,18 @@ def demo(
 
 
 @app.verb(
-    "retrofit distill Qwen/Qwen2.5-0.5B --data corpus.txt --window 512 --seq-len 4096 -o runs/first",
+    "retrofit distill Qwen/Qwen2.5-0.5B --data corpus.txt --window 512 --max-length 4096 -o runs/first",
     "retrofit distill my-recipe.yaml --seed 1 --eval-steps 50 -o runs/second",
     "retrofit distill qwen2.5-7b-ahn-gdn --dry-run",
+    cls=Distill,
 )
-@flags(Recipe)
+@flags(DistillKeys)
 def distill(
+    ctx: typer.Context,
     source: Annotated[
         str, typer.Argument(metavar="BASE|RECIPE", help="A checkpoint, a recipe file, or the name of a shipped recipe.")
     ],
     option: Options = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe; repeat the flag for more."),
-    ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Number of machines; run the same command on each of them.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Which of the machines this is, counted from 0.")] = 0,
@@ -71,31 +114,37 @@ def distill(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in DIR.")] = False,
     overwrite: Overwrite = False,
     json_file: Json = None,
-    **given: Any,
+    **said: Any,
 ) -> None:
-    """Fit a memory to BASE, or run RECIPE.
+    """Train a memory for BASE, or run RECIPE.
 
     The model with its memory learns to predict what it predicts with full attention. The run writes DIR/adapter,
     DIR/model and DIR/metrics.json. Every key of a recipe has a flag, which overrides the recipe.
     """
     is_recipe = source in shipped_recipes() or Path(source).suffix in (".yaml", ".yml")
     values = read_recipe(source) if is_recipe else {}
-    if not is_recipe and given.setdefault("base", source) != source:
-        raise typer.BadParameter(f"--base {given['base']}: the base is {source} already: leave one of them out")
+    if not is_recipe and said.setdefault("base", source) != source:
+        raise typer.BadParameter(f"--base {said['base']}: the base is {source} already: leave one of them out")
     if option:
-        given["options"] = _once(given.get("options", {}), "--option", option)
-    recipe = Recipe.from_dict({**values, **_once(given, "--set", set_)}, source if is_recipe else "")
+        more = pairs("--option", option)
+        for key in more.keys() & said.get("options", {}).keys():
+            raise typer.BadParameter(f"--option {key} is given by another flag, too: leave one of them out")
+        said["options"] = said.get("options", {}) | more
+    loading(said.get("base", values.get("base", source)))
+    from distill.config import DistillConfig
+
+    said |= given(settings(DistillConfig), ctx.meta[OTHERS])
+    recipe = DistillConfig.from_dict({**values, **said}, source if is_recipe else "")
     read = [name for name in (source, recipe.base, recipe.init_adapter, recipe.deepspeed) if name is not None]
     if json_file is not None:
         check_file(json_file, [*read, *recipe.sources])
-    loading(recipe.base)
     if dry_run:
         from distill.dry_run import dry_run as look
 
         look(recipe, peak_tflops=peak_tflops, utilisation=utilisation, json_file=json_file)
         return
-    if recipe.output is not None and not resume:
-        check_output(recipe.output, overwrite=True, inputs=read, data=recipe.sources)
+    if recipe.output_dir is not None and not resume:
+        check_output(recipe.output_dir, overwrite=True, inputs=read, data=recipe.sources)
     from distill.parallel.launch import Machines, launch
 
     machines = Machines(nproc, nnodes, node_rank, master_addr, master_port, max_restarts)
@@ -108,14 +157,6 @@ def distill(
     metrics = run(recipe, resume=resume, overwrite=overwrite)
     if json_file is not None and metrics:  # the first process of several has them
         write_rows(json_file, metrics["rows"])
-
-
-def _once(given: dict[str, Any], flag: str, items: list[str] | None) -> dict[str, Any]:
-    """``given`` and the pairs in ``items``, of which none may name what was given already."""
-    more = pairs(flag, items)
-    for key in more.keys() & given.keys():
-        raise typer.BadParameter(f"{flag} {key} is given by another flag, too: leave one of them out")
-    return {**given, **more}
 
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
@@ -157,6 +198,8 @@ def check(
 
     Without an argument, it checks those that come with the package.
     """
+    loading("torch and transformers")
+    from distill.config import load_recipe
     from distill.preflight import check_recipe
 
     for name in names or shipped_recipes():
@@ -169,7 +212,6 @@ def check(
 
 
 def _file(path_or_name: str) -> Path:
-    """Where a recipe lies; the file must hold a valid one."""
-    load_recipe(path_or_name)
-    path = Path(path_or_name)
-    return path if path.is_file() else shipped_recipes()[path_or_name]
+    """Where a recipe lies; the file must hold a mapping."""
+    read_recipe(path_or_name)
+    return find_recipe(path_or_name)

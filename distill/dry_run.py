@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from distill.config import STEPS, DistillConfig
 from distill.lora import add_lora
 from distill.objective import Objective
 from distill.preflight import budgets, check_recipe, memory_of
-from distill.recipe import Recipe
 from distill.simulate import step_bytes
 from distill.windows import check_draws, draw_window
 from patches.config import MemoryConfig, check_base
@@ -80,7 +80,7 @@ class Plan:
         return base + trained + rest + self.activation_bytes
 
 
-def plan(recipe: Recipe) -> Plan:
+def plan(recipe: DistillConfig) -> Plan:
     """Work out ``recipe``; its data is not looked at: every row is taken to be full and labelled throughout.
 
     Raises:
@@ -90,6 +90,8 @@ def plan(recipe: Recipe) -> Plan:
     if recipe.base is None:
         raise RetrofitError("the recipe has no 'base': set it in the recipe or with --base")
     check_recipe(recipe)
+    if recipe.max_steps < 1:  # the length of the data decides, which is not looked at
+        recipe.max_steps = STEPS
     config, origin = base_config(recipe.base)
     own = getattr(config, "dtype", None)
     dtype = DTYPES.get(recipe.dtype) or (own if isinstance(own, torch.dtype) else torch.float32)
@@ -108,20 +110,20 @@ def plan(recipe: Recipe) -> Plan:
 
     windows = Counter(_windows(recipe))
     plain, recomputed, local, scored = (
-        sum(count * figure for figure, count in zip(column, windows.values(), strict=True)) / recipe.steps
+        sum(count * figure for figure, count in zip(column, windows.values(), strict=True)) / recipe.max_steps
         for column in zip(*(_sequence(config, recipe, window) for window in windows), strict=True)
     )
-    rows = recipe.batch_size * recipe.gradient_accumulation_steps
+    rows = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
     widest = min(windows, key=sum)  # the smallest window leaves most to the memory
     activations = step_bytes(
         config,
         _settings(recipe, *widest),
-        recipe.batch_size,
-        recipe.seq_len,
+        recipe.per_device_train_batch_size,
+        recipe.max_length,
         dtype,
         recipe.gradient_checkpointing,
         Objective.of(recipe),
-        recipe.activation_offload,
+        recipe.activation_offloading,
     )
     shape = Shape.of(config)
     plain, recomputed, local = (int(flops * rows) for flops in (plain, recomputed, local))
@@ -141,23 +143,23 @@ def plan(recipe: Recipe) -> Plan:
     )
 
 
-def hours(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) -> float:
+def hours(plan: Plan, recipe: DistillConfig, peak_tflops: float, utilisation: float) -> float:
     """Hours of all steps on GPUs of this peak (10^12 dense operations a second), each used to this share."""
-    flops = (recipe.steps - recipe.local_steps) * plan.step_flops + recipe.local_steps * plan.local_flops
+    flops = (recipe.max_steps - recipe.local_steps) * plan.step_flops + recipe.local_steps * plan.local_flops
     return flops / (peak_tflops * 1e12 * utilisation) / 3600
 
 
-def table(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) -> list[dict[str, Any]]:
+def table(plan: Plan, recipe: DistillConfig, peak_tflops: float, utilisation: float) -> list[dict[str, Any]]:
     """One row per number of GPUs: what is learned from, what it costs, GiB per GPU under each ZeRO stage."""
     rows = []
     for gpus in GPUS:
-        per_step = gpus * recipe.batch_size * recipe.gradient_accumulation_steps
+        per_step = gpus * recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
         rows.append(
             {
                 "gpus": gpus,
                 "rows_per_step": per_step,
-                "tokens_per_step": per_step * recipe.seq_len,
-                "tokens": recipe.steps * per_step * recipe.seq_len / 1e6,
+                "tokens_per_step": per_step * recipe.max_length,
+                "tokens": recipe.max_steps * per_step * recipe.max_length / 1e6,
                 "gpu_hours": gpus * hours(plan, recipe, peak_tflops, utilisation),
                 **{f"zero{stage}": plan.memory(gpus, stage) / GIB for stage in STAGES},
             }
@@ -165,7 +167,7 @@ def table(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) ->
     return rows
 
 
-def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) -> list[str]:
+def summary(plan: Plan, recipe: DistillConfig, peak_tflops: float, utilisation: float) -> list[str]:
     """The figures that depend on nothing but the recipe, in words, and how far they can be trusted."""
     totals = Counter({W + S: 0 for W, S in plan.windows})
     for (W, S), count in plan.windows.items():
@@ -178,7 +180,9 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
     local = (
         f"; {plan.local_flops / 1e12:,.3g} in each of {recipe.local_steps} local steps" if recipe.local_steps else ""
     )
-    passes = "" if recipe.epochs is None else f"; epochs: {recipe.epochs} of the data will decide the number of steps"
+    passes = ""
+    if recipe.to_recipe()["max_steps"] < 1:
+        passes = f"; {recipe.num_train_epochs} passes over the data will decide the number of steps"
     divided = recipe.deepspeed or ("fsdp" if recipe.fsdp else "each holds the whole model (DDP)")
     return [
         f"base: {recipe.base}, {plan.base_parameters:,} parameters, frozen ({plan.origin})",
@@ -186,14 +190,16 @@ def summary(plan: Plan, recipe: Recipe, peak_tflops: float, utilisation: float) 
         f"sinks and window: {drawn}; scored positions per row: {plan.scored:,.0f} at most",
         f"TFLOP per step and GPU: {flops} (checkpointing is {chosen}){local}",
         f"several GPUs: {divided} (--deepspeed none, zero2, zero3 or --fsdp)",
-        f"hours: {took:,.2f} for {recipe.steps} steps on any number of GPUs, at "
+        f"hours: {took:,.2f} for {recipe.max_steps} steps on any number of GPUs, at "
         f"{utilisation:.0%} of {peak_tflops:,.0f} TFLOP/s (989 is H100 and H200, dense bfloat16), full rows{passes}",
         "GiB: weights and optimizer by formula, activations from the step run on tensors without data, within 20 % of "
         "real steps on a CPU (docs/estimate.md); not checked on a GPU, whose context comes on top",
     ]
 
 
-def dry_run(recipe: Recipe, *, peak_tflops: float, utilisation: float, json_file: Path | None = None) -> dict[str, Any]:
+def dry_run(
+    recipe: DistillConfig, *, peak_tflops: float, utilisation: float, json_file: Path | None = None
+) -> dict[str, Any]:
     """Print the resolved recipe, what it comes to, and a row per number of GPUs; write the same to ``json_file``.
 
     Returns:
@@ -204,31 +210,31 @@ def dry_run(recipe: Recipe, *, peak_tflops: float, utilisation: float, json_file
     """
     found = plan(recipe)
     rows = table(found, recipe, peak_tflops, utilisation)
-    print(dump_yaml(recipe.to_dict()))
+    print(dump_yaml(recipe.to_recipe()))
     print("\n".join(summary(found, recipe, peak_tflops, utilisation)))
     print_table("", rows, COLUMNS)
     windows = [{"window": W, "sinks": S, "steps": count} for (W, S), count in found.windows.items()]
-    data = {"recipe": recipe.to_dict(), **asdict(found), "windows": windows, "rows": rows}
+    data = {"recipe": recipe.to_recipe(), **asdict(found), "windows": windows, "rows": rows}
     data["hours"] = hours(found, recipe, peak_tflops, utilisation)
     if json_file is not None:
         write_json(json_file, data)
     return data
 
 
-def _settings(recipe: Recipe, window: int, sinks: int) -> MemoryConfig:
+def _settings(recipe: DistillConfig, window: int, sinks: int) -> MemoryConfig:
     return replace(memory_of(recipe), window=window, sinks=sinks)
 
 
-def _windows(recipe: Recipe) -> list[tuple[int, int]]:
+def _windows(recipe: DistillConfig) -> list[tuple[int, int]]:
     """(W, S) of every step."""
     if recipe.window_sampling == "ahn":
-        return [draw_window(recipe.seed, step, recipe.seq_len) for step in range(recipe.steps)]
-    return [(recipe.window, recipe.sinks)] * recipe.steps
+        return [draw_window(recipe.seed, step, recipe.max_length) for step in range(recipe.max_steps)]
+    return [(recipe.window, recipe.sinks)] * recipe.max_steps
 
 
-def _sequence(config: Any, recipe: Recipe, window: tuple[int, int]) -> tuple[float, float, float, int]:
+def _sequence(config: Any, recipe: DistillConfig, window: tuple[int, int]) -> tuple[float, float, float, int]:
     """Operations of one row, without and with checkpointing and in a local step, and its scored positions."""
-    shape, T = Shape.of(config), recipe.seq_len
+    shape, T = Shape.of(config), recipe.max_length
     settings = _settings(recipe, *window)
     layers = distinct(layer_memories(config, settings))
     attention = sum(count * attention_flops(shape, memory, T) for memory, count in layers)

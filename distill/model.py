@@ -6,9 +6,9 @@ from typing import Any
 from transformers import set_seed
 
 import retrofit
+from distill.config import DistillConfig
 from distill.data.rows import Rows
 from distill.lora import add_lora
-from distill.recipe import Recipe
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
@@ -17,7 +17,7 @@ from retrofit.calibration import TOKENS, calibrate, row_length, spread
 from retrofit.hub_folder import fetch_folder
 
 
-def build_model(recipe: Recipe, *, fresh: bool = False) -> Any:
+def build_model(recipe: DistillConfig, *, fresh: bool = False) -> Any:
     """Load the recipe's base, patch it, and put LoRA beside the memory if the recipe wants that.
 
     Args:
@@ -56,7 +56,7 @@ def calibrate_on(model: Any, rows: Any, device: str | None = None) -> None:
     calibrate(model if device is None else model.to(device), taken)
 
 
-def _patched(recipe: Recipe, fresh: bool) -> Any:
+def _patched(recipe: DistillConfig, fresh: bool) -> Any:
     base, _, _ = recipe.places()
     loading = {"dtype": recipe.dtype}
     set_seed(recipe.seed)
@@ -83,7 +83,7 @@ def _patched(recipe: Recipe, fresh: bool) -> Any:
     return model
 
 
-def _check_same_memory(recipe: Recipe, saved: MemoryConfig, folder: Path) -> None:
+def _check_same_memory(recipe: DistillConfig, saved: MemoryConfig, folder: Path) -> None:
     """Refuse weights of another memory than the recipe's; W and S may differ."""
     kind = find_kind(saved.kind)
     pairs = {

@@ -41,7 +41,7 @@ class Taught(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """One loss; the attributes are keys of a recipe (:class:`distill.recipe.Recipe`)."""
+    """One loss; the attributes are keys of a recipe (:class:`distill.config.DistillConfig`)."""
 
     loss: str = "kl"
     mse_weight: float = 0.0

@@ -4,21 +4,19 @@ from typing import Any
 
 import torch
 from transformers import get_scheduler
-from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from distill.config import DistillConfig, check_reporters
 from distill.lora import check_settings
 from distill.parallel.zero import read_config
-from distill.recipe import Recipe
 from distill.unsupported import refuse_together
 from patches.config import MemoryConfig
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError
 from patches.kinds import KINDS, find_kind, new_memory
 from retrofit.evaluation.definitions import HUB_ID
 from retrofit.hub_errors import first_line
 
 
-def check_recipe(recipe: Recipe) -> None:
+def check_recipe(recipe: DistillConfig) -> None:
     """Check everything about a recipe that can be known without its base.
 
     Raises:
@@ -27,17 +25,17 @@ def check_recipe(recipe: Recipe) -> None:
     """
     find_trainable(recipe.memory)
     memory_of(recipe)
-    _check_reporters(recipe.report_to)
+    check_reporters(recipe.report_to)
     if recipe.lora:
         check_settings(recipe.lora)
     _check_schedule(recipe)
-    if recipe.push_to is not None and not HUB_ID.fullmatch(recipe.push_to):
-        raise RetrofitError(f"push_to: {recipe.push_to!r} names no repository of the Hub: write user/name")
+    if recipe.hub_model_id is not None and not HUB_ID.fullmatch(recipe.hub_model_id):
+        raise RetrofitError(f"hub_model_id: {recipe.hub_model_id!r} names no repository of the Hub: write user/name")
     read_config(recipe.deepspeed)
     refuse_together(recipe)
 
 
-def memory_of(recipe: Recipe) -> MemoryConfig:
+def memory_of(recipe: DistillConfig) -> MemoryConfig:
     """The recipe's memory; raises as :func:`patches.kinds.new_memory`."""
     return new_memory(
         recipe.memory,
@@ -50,7 +48,7 @@ def memory_of(recipe: Recipe) -> MemoryConfig:
     )
 
 
-def budgets(recipe: Recipe, config: Any) -> tuple[int, int]:
+def budgets(recipe: DistillConfig, config: Any) -> tuple[int, int]:
     """S + W of the layer that forgets first, and of the layer with the memory that forgets last.
 
     Args:
@@ -65,17 +63,18 @@ def budgets(recipe: Recipe, config: Any) -> tuple[int, int]:
     return recipe.sinks + min(memory.windows(config)), recipe.sinks + widest
 
 
-def _check_schedule(recipe: Recipe) -> None:
-    if recipe.scheduler_options and recipe.scheduler in ("constant", "constant_with_warmup"):
-        raise RetrofitError(f"scheduler_options: {recipe.scheduler} has none: leave them out")
-    idle = torch.optim.SGD([torch.zeros(1)], lr=recipe.lr)
+def _check_schedule(recipe: DistillConfig) -> None:
+    name, options = recipe.lr_scheduler_type, recipe.lr_scheduler_kwargs
+    if options and name in ("constant", "constant_with_warmup"):
+        raise RetrofitError(f"lr_scheduler_kwargs: {name} has none: leave them out")
+    idle = torch.optim.SGD([torch.zeros(1)], lr=recipe.learning_rate)
     try:
-        schedule = get_scheduler(recipe.scheduler, idle, 0, max(3, recipe.steps), recipe.scheduler_options or None)
-        for _ in range(2):
+        schedule = get_scheduler(name, idle, 0, max(3, recipe.max_steps), options or None)
+        for _ in range(0 if name in ("reduce_lr_on_plateau", "greedy") else 2):  # those go by the evaluations
             idle.step()
             schedule.step()
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise RetrofitError(f"scheduler_options do not fit {recipe.scheduler}: {first_line(error)}") from None
+        raise RetrofitError(f"lr_scheduler_kwargs do not fit {name}: {first_line(error)}") from None
 
 
 def find_trainable(memory: str) -> Any:
@@ -91,27 +90,3 @@ def find_trainable(memory: str) -> Any:
             f"memory {memory!r} has nothing to fit: choose one of {choices}, or export it with `retrofit patch`"
         )
     return kind
-
-
-def reporters(report_to: str) -> list[str]:
-    """``"wandb,tensorboard"`` as a list for ``TrainingArguments``; ``"none"`` is empty, ``"all"`` what is installed.
-
-    Raises:
-        RetrofitError: an unknown name, or one whose package is not installed.
-    """
-    names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
-    installed = get_available_reporting_integrations()
-    if names == ["all"]:
-        return installed
-    _check_reporters(report_to)
-    for name in names:
-        if name not in installed:
-            raise RetrofitError(f"report_to: {name!r} is not installed: pip install {name}, or remove it")
-    return names
-
-
-def _check_reporters(report_to: str) -> None:
-    known = ["none", "all", *INTEGRATION_TO_CALLBACK]
-    for name in filter(None, map(str.strip, report_to.split(","))):
-        if name not in known:
-            raise RetrofitError(f"report_to: unknown {name!r}{nearest(name, known)}")

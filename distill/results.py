@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from distill.config import DistillConfig
 from distill.data.split import Split
 from distill.parallel.processes import Processes
 from distill.parallel.zero import window_only
 from distill.progress import progress_bar
-from distill.recipe import Recipe
 from retrofit.costs.held import kept_bytes
 from retrofit.evaluation.baselines import equal_memory_window, narrowest_window
 from retrofit.evaluation.scores import Scores, evaluate
@@ -31,7 +31,7 @@ ALONE = Processes()
 
 def compare(
     model: Any,
-    recipe: Recipe,
+    recipe: DistillConfig,
     split: Split,
     fitted_in: float,
     console: Console | None = None,
@@ -66,7 +66,7 @@ def compare(
             sequences[mine],
             start=narrow + recipe.sinks,
             labels=None if labels is None else labels[mine],
-            batch_size=recipe.batch_size,
+            batch_size=recipe.per_device_train_batch_size,
             chunk=recipe.segment,
             on_batch=lambda done, _: bar.update(done, tokens=round(split.row_tokens * processes.count)),
         )
@@ -97,22 +97,22 @@ def layer_errors(curve: list[dict[str, Any]]) -> dict[str, float]:
     return {name.removeprefix(key): value for name, value in last.items() if name.startswith(key)}
 
 
-def title(recipe: Recipe, split: Split) -> str:
+def title(recipe: DistillConfig, split: Split) -> str:
     """What the table's figures were measured on."""
     count = min(recipe.eval_rows, len(split.held_out))
-    what = f"rows of {recipe.seq_len} tokens,"
+    what = f"rows of {recipe.max_length} tokens,"
     if split.collator is not None:
-        what = f"{split.unit} of at most {recipe.seq_len} tokens, {split.learned}"
+        what = f"{split.unit} of at most {recipe.max_length} tokens, {split.learned}"
     return f"{count} held-out {what} past the window; bytes of one layer"
 
 
-def card_details(recipe: Recipe, split: Split, rows: list[dict[str, Any]], command: str) -> str:
+def card_details(recipe: DistillConfig, split: Split, rows: list[dict[str, Any]], command: str) -> str:
     """The run in Markdown, for the model cards: data, command, figures."""
     return "\n".join(
         [
             "## How it was made",
             "",
-            f"{recipe.steps} steps on `{recipe.data}`, {split.held_out_part} held out:",
+            f"{recipe.max_steps} steps on `{recipe.data}`, {split.held_out_part} held out:",
             "",
             "```",
             command,

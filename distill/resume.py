@@ -9,18 +9,19 @@ import torch
 from rich.console import Console
 
 from distill.checkpoint import checkpoints, damage
-from distill.recipe import Recipe, read_recipe
+from distill.config import DistillConfig
+from distill.recipe import read_recipe
 from patches.errors import RetrofitError
 from retrofit.untrusted import read_json
 
 RECIPE_FILE = "recipe.yaml"
 # what may differ between a run and its resumption without changing the result
-FREE_ON_RESUME = {"output", "report_to", "eval_steps", "save_steps", "save_total_limit"}
+FREE_ON_RESUME = {"output_dir", "report_to", "eval_steps", "save_steps", "save_total_limit", "logging_steps"}
 DATA_FILE = "run.json"
 SAMPLES = 1024  # rows looked at, spread evenly
 
 
-def check_same_recipe(recipe: Recipe, output: Path) -> None:
+def check_same_recipe(recipe: DistillConfig, output: Path) -> None:
     """Refuse to resume with other settings: the result would be neither run's.
 
     Raises:
@@ -29,9 +30,8 @@ def check_same_recipe(recipe: Recipe, output: Path) -> None:
     path = output / RECIPE_FILE
     if not path.is_file():
         raise RetrofitError(f"there is no run to resume in {output}: start one without --resume")
-    before = Recipe.from_dict(read_recipe(path), where=str(path)).to_dict()
-    free = FREE_ON_RESUME | ({"steps"} if recipe.epochs is not None else set())  # the data decides them again
-    changed = [key for key, value in recipe.to_dict().items() if key not in free and before[key] != value]
+    before, now = DistillConfig.from_dict(read_recipe(path), where=str(path)).to_recipe(), recipe.to_recipe()
+    changed = [key for key in before | now if key not in FREE_ON_RESUME and before.get(key) != now.get(key)]
     if changed:
         what = ", ".join(f"{key} (was {before.get(key)!r})" for key in changed)
         raise RetrofitError(f"the run in {output} was started with other settings: {what}; resume it with {path}")

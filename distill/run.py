@@ -8,7 +8,8 @@ import shutil
 import sys
 from collections.abc import Callable, Sized
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from copy import copy
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,20 +21,19 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 import retrofit
-from distill.arguments import CHECKPOINTING, DistillArguments
 from distill.callbacks import Patience, PushAdapter, RunLog, ShowProgress, StopOnSignal, seconds
 from distill.checkpoint import STATE, checkpoints, step_of
+from distill.config import DistillConfig, reporters
 from distill.data.split import Split, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
 from distill.model import build_model, calibrate_on
 from distill.objective import Objective
 from distill.parallel import EXIT_STATUS, pulse
-from distill.parallel.processes import Processes, join, launch_of, trainer_settings
+from distill.parallel.processes import Processes, join, launch_of
 from distill.parallel.zero import agreeing, find_config, whole
-from distill.preflight import budgets, check_recipe, reporters
+from distill.preflight import budgets, check_recipe
 from distill.progress import progress_bar
-from distill.recipe import Recipe
 from distill.results import COLUMNS, card_details, compare, layer_errors, title
 from distill.resume import (
     DATA_FILE,
@@ -64,16 +64,15 @@ from retrofit.lm_head import gathered, is_shared
 from retrofit.loading import check_tokenizer, check_vocabulary, load_config, load_tokenizer
 from retrofit.plain_yaml import dump_yaml
 from retrofit.quantised_bases import quantisation
-from retrofit.settings import settings
 from retrofit.table import finite, print_table
 
 RESULTS = ("adapter", LORA, "model")
 
 
-def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+def distill(recipe: DistillConfig, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
     """Run ``recipe`` and return what ``metrics.json`` holds.
 
-    Writes to ``recipe.output``: ``adapter/`` (the memory), ``model/`` (the whole model and its tokenizer),
+    Writes to ``recipe.output_dir``: ``adapter/`` (the memory), ``model/`` (the whole model and its tokenizer),
     ``metrics.json``, ``log.jsonl`` (everything logged), ``recipe.yaml`` (this run's) and ``checkpoint-*/``. Ctrl-C and
     SIGTERM write a checkpoint, say how to resume and exit with status 130.
 
@@ -81,14 +80,15 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
     the others return nothing.
 
     Args:
-        resume: continue the run in ``recipe.output`` from its last checkpoint.
-        overwrite: replace an earlier run in ``recipe.output``.
+        resume: continue the run in ``recipe.output_dir`` from its last checkpoint.
+        overwrite: replace an earlier run in ``recipe.output_dir``.
 
     Raises:
         RetrofitError: base, data or output is not given, cannot be read, or does not fit the recipe; another process is
             writing to the output.
         SystemExit: with status 130, when interrupted.
     """
+    recipe = copy(recipe)  # the run completes it; the caller's stays as it is
     _, _, output = recipe.places()
     ours = began_by(output, launch_of(first=False))
     resume = resume or (ours and (output / RECIPE_FILE).is_file())
@@ -99,7 +99,7 @@ def distill(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) ->
 
 
 def _distill(
-    recipe: Recipe, engine: dict[str, Any] | None, processes: Processes, resume: bool, overwrite: bool
+    recipe: DistillConfig, engine: dict[str, Any] | None, processes: Processes, resume: bool, overwrite: bool
 ) -> dict[str, Any]:
     base, data, output = recipe.places()
     console = Console(stderr=True, quiet=not processes.main)
@@ -126,7 +126,7 @@ def _distill(
         split = load_rows(
             data,
             tokenizer,
-            seq_len=recipe.seq_len,
+            seq_len=recipe.max_length,
             holdout=recipe.holdout,
             eval_rows=recipe.eval_rows,
             name=recipe.data_name,
@@ -140,8 +140,8 @@ def _distill(
             mix=recipe.mix,
             eval_data=recipe.eval_data,
         )
-    if recipe.epochs is not None and isinstance(split.train, Sized):
-        recipe = replace(recipe, steps=steps_of(recipe, len(split.train), processes.count))
+    if recipe.max_steps < 1 and isinstance(split.train, Sized):
+        recipe.max_steps = steps_of(recipe, len(split.train), processes.count)
     split.check_scored(beyond, recipe.eval_rows)
     if recipe.window_sampling == "fixed":
         Objective.of(recipe).check_rows(split.train, reach)
@@ -173,12 +173,12 @@ def _distill(
         if processes.main and not resume:
             _clear(output)
             write_json(output / DATA_FILE, found | {"launch": launch_of()})  # first: whose the folder is from here on
-            write_text(output / RECIPE_FILE, dump_yaml(recipe.to_dict()))
+            write_text(output / RECIPE_FILE, dump_yaml(recipe.to_recipe()))
 
     fit = _Fit(model, recipe, split, checkpoint, processes, console)
     try:
         with no_empty_folders(output):
-            trainer, state = fit.run(engine, begin)
+            trainer, state = fit.run(begin)
         if recipe.streaming:  # only now is it known
             console.print(split.sentence(), highlight=False, soft_wrap=True)
         rows = compare(model, recipe, split, seconds(state), console, processes)
@@ -186,7 +186,7 @@ def _distill(
         if not (output / RECIPE_FILE).is_file():
             raise  # before the first step: there is nothing to resume
         saved = checkpoints(output)
-        at = f"at step {step_of(saved[-1])} of {recipe.steps}" if saved else "before its first checkpoint"
+        at = f"at step {step_of(saved[-1])} of {recipe.max_steps}" if saved else "before its first checkpoint"
         again = how_to_resume(output, processes.count)
         console.print(f"stopped {at}; continue with:\n  {again}", highlight=False, soft_wrap=True)
         processes.leave()
@@ -194,7 +194,7 @@ def _distill(
 
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     metrics = {
-        "recipe": recipe.to_dict(),
+        "recipe": recipe.to_recipe() | {"max_steps": recipe.max_steps},
         "rows": rows,
         "tokens": split.tokens,
         "data": asdict(split.counts),
@@ -219,18 +219,19 @@ def _distill(
             model = whole(base, output / "adapter", recipe.dtype)
         export_model(model, output / "model", tokenizer, overwrite=True, details=details)
         write_json(output / "metrics.json", finite(metrics))  # a gradient's norm in the curve may be infinite
-        if recipe.push_to:
-            PushAdapter(recipe.push_to, console, processes).push(output / "adapter", "The fitted memory")
+        if recipe.push_to_hub:
+            PushAdapter(recipe, console).push(output / "adapter", "The trained memory")
         print_table(title(recipe, split), rows, COLUMNS)
     processes.leave()
     return metrics if processes.main else {}
 
 
-def steps_of(recipe: Recipe, rows: int, processes: int) -> int:
-    """Optimizer steps of ``recipe.epochs`` passes over so many rows, as transformers counts them."""
-    assert recipe.epochs is not None
-    batches = -(-rows // (recipe.batch_size * processes))
-    return max(1, math.ceil(recipe.epochs * -(-batches // recipe.gradient_accumulation_steps)))
+def steps_of(recipe: DistillConfig, rows: int, processes: int) -> int:
+    """Optimizer steps of ``recipe.num_train_epochs`` passes over so many rows, as transformers counts them."""
+    assert recipe.num_train_epochs is not None
+    batches = rows / (recipe.per_device_train_batch_size * processes)
+    batches = math.floor(batches) if recipe.dataloader_drop_last else math.ceil(batches)
+    return max(1, math.ceil(recipe.num_train_epochs * -(-batches // recipe.gradient_accumulation_steps)))
 
 
 def how_to_resume(output: Path, processes: int) -> str:
@@ -294,19 +295,16 @@ class _Fit:
     """The training of ``model``, from ``checkpoint`` if there is one."""
 
     model: Any
-    recipe: Recipe
+    recipe: DistillConfig
     split: Split
     checkpoint: Path | None
     processes: Processes
     console: Console
 
-    def run(
-        self, engine: dict[str, Any] | None, begin: Callable[[], None]
-    ) -> tuple[DistillTrainer | None, TrainerState]:
+    def run(self, begin: Callable[[], None]) -> tuple[DistillTrainer | None, TrainerState]:
         """Train; there is no trainer if the checkpoint is the last step's.
 
         Args:
-            engine: DeepSpeed's configuration.
             begin: called when nothing can be refused any more, right before the first step is applied if there is one.
 
         Raises:
@@ -316,30 +314,27 @@ class _Fit:
         done = step_of(checkpoint) if checkpoint else 0
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / STATE))
-            if done >= recipe.steps or Patience.over(recipe, state):
+            if done >= recipe.max_steps or Patience.over(recipe, state):
                 begin()
-                if recipe.patience and state.best_model_checkpoint:
-                    checkpoint = Path(str(recipe.output)) / Path(state.best_model_checkpoint).name
+                if (recipe.patience or recipe.load_best_model_at_end) and state.best_model_checkpoint:
+                    checkpoint = Path(str(recipe.output_dir)) / Path(state.best_model_checkpoint).name
                 load_memory_weights(self.model.to(self.processes.device), checkpoint / WEIGHTS)
                 if recipe.lora:
                     load_lora(self.model, checkpoint / LORA)
                 return None, state
-        args = self._arguments(engine)
         held_out = self.split.held_out.head(recipe.eval_rows)
-        trainer = DistillTrainer(self.model, args, self.split.train, held_out, self.split.collator)
+        trainer = DistillTrainer(self.model, recipe, self.split.train, held_out, self.split.collator)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Begin(begin))
         if recipe.patience:
             trainer.add_callback(Patience(recipe.patience))
-        if recipe.push_to:
-            trainer.add_callback(PushAdapter(recipe.push_to, self.console, self.processes))
-        trainer.add_callback(RunLog(Path(args.output_dir) / "log.jsonl"))
-        rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        trainer.add_callback(RunLog(Path(str(recipe.output_dir)) / "log.jsonl"))
+        rows_per_step = recipe.train_batch_size * recipe.gradient_accumulation_steps * recipe.world_size
         rows = len(self.split.train) if isinstance(self.split.train, Sized) else None
         with (
-            progress_bar("distilling", recipe.steps, done, self.console) as bar,
+            progress_bar("distilling", recipe.max_steps, done, self.console) as bar,
             StopOnSignal(self.console) as stop,
-            agreeing(recipe.deepspeed),
+            agreeing(recipe.to_recipe()["deepspeed"]),
         ):
             trainer.add_callback(ShowProgress(bar, self.split.row_tokens, rows_per_step, rows))
             trainer.add_callback(stop)
@@ -353,23 +348,8 @@ class _Fit:
                     "it, and --resume from the one before"
                 ) from None
         pulse.rest()
+        # what is saved is scored, without the autocast that bf16 and fp16 train with
+        trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         if stop.stopped:
             raise KeyboardInterrupt
         return trainer, trainer.state
-
-    def _arguments(self, engine: dict[str, Any] | None) -> DistillArguments:
-        recipe = self.recipe
-        checkpointing: dict[str, Any] = {CHECKPOINTING: recipe.gradient_checkpointing}
-        return DistillArguments(
-            output_dir=str(recipe.output),
-            per_device_eval_batch_size=recipe.batch_size,
-            logging_steps=1,  # a loss is averaged since the last log: one per step stays the same across a resumption
-            eval_strategy="steps",
-            load_best_model_at_end=recipe.patience is not None,
-            dataloader_pin_memory=torch.cuda.is_available(),
-            disable_tqdm=True,
-            report_to=reporters(recipe.report_to),
-            **{key.argument: getattr(recipe, key.name) for key in settings(Recipe).values() if key.argument},
-            **checkpointing,
-            **trainer_settings(engine, recipe.fsdp),
-        )

@@ -9,12 +9,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from distill.arguments import DistillArguments
+from distill.config import DistillConfig
 from patches.errors import RetrofitError
 
 
-def in_stages(args: DistillArguments, optimizer: Any, steps: int) -> LambdaLR:
-    """A schedule for ``steps`` steps, of which the first ``args.local_steps`` go up to ``args.local_lr``.
+def in_stages(args: DistillConfig, optimizer: Any, steps: int) -> LambdaLR:
+    """A schedule for ``steps`` steps, of which the first ``args.local_steps`` go up to ``args.local_learning_rate``.
 
     Raises:
         RetrofitError: there are fewer steps, or ``args.lr_scheduler_type`` depends on more than the step's number.
@@ -22,13 +22,13 @@ def in_stages(args: DistillArguments, optimizer: Any, steps: int) -> LambdaLR:
     local = args.local_steps
     if local > steps:
         raise RetrofitError(f"local_steps={local}: the run has only {steps} steps: set more steps or fewer local ones")
-    first = _factor(args, local, args.learning_rate if args.local_lr is None else args.local_lr)
+    first = _factor(args, local, args.learning_rate if args.local_learning_rate is None else args.local_learning_rate)
     second = _factor(args, steps - local, args.learning_rate)
-    height = 1.0 if args.local_lr is None else args.local_lr / args.learning_rate
+    height = 1.0 if args.local_learning_rate is None else args.local_learning_rate / args.learning_rate
     return LambdaLR(optimizer, lambda step: height * first(step) if step < local else second(step - local))
 
 
-def _factor(args: DistillArguments, steps: int, peak: float) -> Callable[[int], float]:
+def _factor(args: DistillConfig, steps: int, peak: float) -> Callable[[int], float]:
     """The learning rate at each of ``steps`` steps, as a share of its ``peak``."""
     schedule = get_scheduler(
         args.lr_scheduler_type,

@@ -14,10 +14,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl
+from transformers.trainer_utils import IntervalStrategy
 
-from distill.arguments import DistillArguments
-from distill.callbacks import EndOfStage, FiniteOnly
+from distill.callbacks import EndOfStage, FiniteOnly, PushAdapter
 from distill.checkpoint import STATE, drop_oldest, write_checksums
+from distill.config import DistillConfig
 from distill.data.rows import ByLength, EvenRows, longer_than
 from distill.local_fit import LocalFit
 from distill.lora import FOLDER as LORA
@@ -52,7 +53,7 @@ class DistillTrainer(Trainer):
 
     Args:
         model: a model of :func:`retrofit.patch`.
-        args: :class:`DistillArguments`.
+        args: :class:`DistillConfig`.
         train_dataset, eval_dataset, data_collator, callbacks: as for ``transformers.Trainer``.
 
     Raises:
@@ -60,14 +61,14 @@ class DistillTrainer(Trainer):
             training, a loss that is NaN or infinite.
     """
 
-    args: DistillArguments
+    args: DistillConfig
     control: TrainerControl
     lr_scheduler: Any
 
     def __init__(
         self,
         model: Any,
-        args: DistillArguments,
+        args: DistillConfig,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
         data_collator: Any = None,
@@ -78,6 +79,9 @@ class DistillTrainer(Trainer):
         if not any(parameter.requires_grad for _, parameter in model.memory_parameters()):
             kind = model.config.memory["kind"]
             raise RetrofitError(f"memory {kind!r} has no parameters to train: use the patched model as it is")
+        args.start()
+        if eval_dataset is None:
+            args.eval_strategy = IntervalStrategy.NO
         self.objective = Objective.of(args)
         self.objective.check(model)
         if args.window_sampling == "ahn":
@@ -114,6 +118,8 @@ class DistillTrainer(Trainer):
         self.add_callback(FiniteOnly(self))
         if args.local_steps:
             self.add_callback(EndOfStage())
+        if args.push_to_hub:
+            self.add_callback(PushAdapter(args))
         self.window: tuple[int, int] = (narrowest_window(model), model.config.memory["sinks"])  # W, S
         self._step_window = self.window
         self._draft = ""  # subfolder of the output folder in which a checkpoint is being written
@@ -203,7 +209,7 @@ class DistillTrainer(Trainer):
         """The stage's loss, averaged over the scored positions of the whole accumulated, distributed batch."""
         inputs = longer_than(inputs, reach(self.accelerator.unwrap_model(self.model)))
         scored = self.objective.scored(inputs["labels"], sum(self._step_window))
-        with offloaded(model) if self.args.activation_offload else nullcontext():
+        with offloaded(model) if self.args.activation_offloading else nullcontext():
             if self.state.global_step < self.args.local_steps:
                 total = self._local.total(model, tokens_of(inputs), scored)
             else:
@@ -332,6 +338,12 @@ class DistillTrainer(Trainer):
                 if lora_layers(model):
                     save_lora(model, Path(folder) / LORA)
         self.accelerator.wait_for_everyone()  # the folder has just been replaced: other ranks write to it from here on
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the callback makes the repository when it sends the first adapter."""
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing: the callback sends the adapter, without the optimizer, once the checkpoint is whole."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any | None = None) -> None:
         model = self.accelerator.unwrap_model(model or self.model)

@@ -3,14 +3,13 @@
 import os
 from typing import Any
 
-from distill.arguments import DistillArguments
 from distill.lora import lora_layers
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 
 # settings that do not go together, and what the second does that the first cannot have
 APART = (
-    ("activation_offload", "segment", "which keeps no activations"),
+    ("activation_offloading", "segment", "which keeps no activations"),
     ("torch_compile", "segment", "of which each has a graph of its own"),
     ("torch_compile", "local_steps", "which go back through each layer while the next one waits"),
     ("torch_compile", "window_sampling", "which would compile a step for every window that is drawn"),
@@ -18,14 +17,14 @@ APART = (
     ("torch_compile", "fsdp", "which gathers weights while a step runs"),
     ("fsdp", "deepspeed", "which divides the weights as well"),
     ("fsdp", "segment", "because all processes gather weights in step, and rows differ in their segments"),
-    ("fsdp", "activation_offload", "which moves the weights as well"),
+    ("fsdp", "activation_offloading", "which moves the weights as well"),
     ("fsdp", "local_steps", "which need the weights of a layer whole"),
     ("fsdp", "lora", "whose weights it would save empty"),
 )
 ZERO3 = (
     ("lora", "which would save it empty"),
     ("segment", "whose processes gather weights in step though rows may have different numbers of segments"),
-    ("activation_offload", "which moves the weights as well"),
+    ("activation_offloading", "which moves the weights as well"),
     ("local_steps", "which has no layer's weights whole"),
 )
 UNSET: tuple[Any, ...] = (None, 0, "fixed", {})  # what such a setting is where it was not made
@@ -46,7 +45,7 @@ def refuse_together(settings: Any) -> None:
             raise RetrofitError(f"{name} does not go with {other}={value}, {why}: leave one of them out")
 
 
-def refuse_unsupported(model: Any, args: DistillArguments) -> None:
+def refuse_unsupported(model: Any, args: Any) -> None:
     """Refuse what transformers' Trainer offers and this one would ignore, or fail at in the middle of a run.
 
     Raises:
@@ -93,7 +92,7 @@ def refuse_unsupported(model: Any, args: DistillArguments) -> None:
             raise RetrofitError(f"{name} does not work with ZeRO-3, {why}: use zero2, or leave {name} out")
 
 
-def _check_fsdp(model: Any, args: DistillArguments) -> None:
+def _check_fsdp(model: Any, args: Any) -> None:
     plugin = getattr(args, "fsdp_plugin_args", None) or {}
     if plugin.get("fsdp_version") != 2:
         raise RetrofitError(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # where each name is defined; it is imported on first use
 _HOME = {
-    "DistillArguments": "distill.arguments",
+    "DistillConfig": "distill.config",
     "DistillTrainer": "distill.trainer",
     "calibrate": "retrofit.calibration",
     "cache_bytes": "retrofit.costs.held",

@@ -44,6 +44,31 @@ Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of every ran
 class Verb(TyperCommand):
     """A verb; the file that it will write is checked before it does anything."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line, on which flags may be written as transformers' are: `--push_to_hub true`."""
+        switches = {
+            name: param.secondary_opts[0] for param in self.params if param.secondary_opts for name in param.opts
+        }
+        found: list[str] = []
+        for arg in args:
+            if arg.lower() in ("true", "false") and found and found[-1] in switches:
+                found[-1] = found[-1] if arg.lower() == "true" else switches[found[-1]]
+            else:
+                found.append(as_flag(arg))
+        return super().parse_args(ctx, found)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the flags to --help under the headings that they have."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                default = "Arguments" if param.param_type_name == "argument" else "Options"
+                groups.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
     def invoke(self, ctx: Any) -> Any:
         """Run it.
 
@@ -68,11 +93,11 @@ class Verbs(typer.Typer):
         super().__init__(rich_markup_mode=None, add_completion=False, **kwargs)  # rich's pages take twice as long
 
     def verb(
-        self, *examples: str, name: str | None = None, **how: Any
+        self, *examples: str, name: str | None = None, cls: type[Verb] = Verb, **how: Any
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """A decorator that makes a function a verb; its --help ends with ``examples``, commands as one types them."""
         lines = "\n".join(["\b", "Example:", *(f"  {example}" for example in examples)])
-        return self.command(name, cls=Verb, epilog=lines, **how)
+        return self.command(name, cls=cls, epilog=lines, **how)
 
 
 def flags(of: Any, leave: Container[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -91,13 +116,7 @@ def flags(of: Any, leave: Container[str] = ()) -> Callable[[Callable[..., Any]],
 
         @functools.wraps(verb)
         def run(**values: Any) -> Any:
-            given = {name: value for name, value in values.items() if name not in keys}
-            for name, key in keys.items():
-                if (value := values[name]) not in (None, [], ()):
-                    # a text that may be left out is left out by none, whatever the recipe says
-                    reads = key.kind in (list, dict) or (key.kind is str and key.optional)
-                    given[name] = key.parse(value) if reads else value
-            return verb(**given)
+            return verb(**{name: value for name, value in values.items() if name not in keys}, **given(keys, values))
 
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [*shown, *made, *(part for part in own if part not in shown)]
@@ -105,6 +124,22 @@ def flags(of: Any, leave: Container[str] = ()) -> Callable[[Callable[..., Any]],
         return run
 
     return decorate
+
+
+def given(keys: dict[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
+    """What the command line says of ``keys`` among its ``values``."""
+    found = {name: value for name, value in values.items() if name in keys and value not in (None, [], ())}
+    for name, key in ((name, keys[name]) for name in found):
+        # a text that may be left out is left out by none, whatever the recipe says
+        if key.kind in (list, dict, object) or (key.kind is str and key.optional):
+            found[name] = key.parse(found[name])
+    return found
+
+
+def as_flag(arg: str) -> str:
+    """``arg`` with dashes for the underscores of its flag, if it begins with one."""
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else arg
 
 
 def pairs(flag: str, items: Iterable[str] | None, taken: Container[str] = ()) -> dict[str, Any]:
@@ -156,13 +191,14 @@ def loading(what: object) -> None:
 
 def _flag(key: Setting) -> Any:
     """The annotation from which typer makes the flag of a setting."""
-    value: Any = str if key.kind in (list, dict) else key.kind  # lists and mappings are read as YAML
+    value: Any = str if key.kind in (list, dict, object) else key.kind  # lists and mappings are read as YAML
     if key.kind is tuple:
         value = GenericAlias(list, (key.item,))
     name = key.flag or f"--{key.name.replace('_', '-')}"
     names = [name] if key.kind is not bool else [f"{name}/--no-{name.removeprefix('--')}"]
     metavar = "|".join(key.choices) or key.metavar or ("YAML" if key.kind in (list, dict) else None)
-    return Annotated[value | None, typer.Option(*names, *key.short, metavar=metavar, help=key.described)]
+    how: dict[str, Any] = {"metavar": metavar, "help": key.described, "rich_help_panel": key.group}
+    return Annotated[value | None, typer.Option(*names, *key.short, **how)]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -1,15 +1,17 @@
 """What a recipe's keys may say, in one place: files, flags, ``--help``, the docs' tables and errors come from it.
 
-A dataclass declares each key with :func:`setting`; :func:`settings` gives them back. Imports no torch: the command line
-reads this before it knows what to do.
+A dataclass declares each key with :func:`setting`; :func:`settings` gives them back, and also the fields of
+transformers' own dataclasses, which have a help as well. Imports no torch: the command line reads this before it knows
+what to do.
 """
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
-from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from enum import Enum
+from pathlib import PurePath
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from patches.errors import RetrofitError, one_of
 from patches.options import LARGEST
@@ -20,9 +22,10 @@ WORDS: dict[type, str] = {
     int: "a whole number",
     float: "a number",
     str: "text",
-    list: "a list of whole numbers",
+    list: "a list",
     dict: "a mapping",
     tuple: "a list",
+    object: "a value",
 }
 
 
@@ -32,18 +35,19 @@ class Setting:
 
     Attributes:
         name: the key.
-        kind: bool, int, float, str, list (of whole numbers), dict (with text as keys) or tuple (of ``item``).
+        kind: bool, int, float, str, list or tuple (of ``item``), dict (with text as keys); object if it may be of
+            several types, which is then left to whoever reads it.
         optional: whether it may be null, which is then the default.
         default: the value of a recipe that does not have the key.
         help: a sentence for ``--help`` and the docs.
         choices: the values that a text may have; any, if there are none.
         least, most: limits that are allowed themselves.
         above, below: limits that are not.
-        argument: what the trainer's arguments call it, if they have it.
         flag: on the command line, where it is not ``--name`` with dashes; a tuple's is repeated for more values.
-        short: its one-letter forms.
+        short: its other forms, such as one letter.
         metavar: what stands for the value in ``--help``.
-        item: the type of a tuple's values.
+        item: the type of a list's or tuple's values.
+        group: the heading over it in ``--help``.
     """
 
     name: str
@@ -56,20 +60,22 @@ class Setting:
     most: float | None = None
     above: float | None = None
     below: float | None = None
-    argument: str | None = None
     flag: str = ""
     short: tuple[str, ...] = ()
     metavar: str | None = None
     item: type = str
+    group: str | None = None
 
     def check(self, value: Any) -> Any:
-        """``value``, a whole number as a float where one is wanted.
+        """``value``; an enum's and a path as text, several as a tuple.
 
         Raises:
             RetrofitError: the value is of another type, out of range or none of the choices.
         """
         if value is None and self.optional:
             return None
+        value = value.value if isinstance(value, Enum) else value
+        value = str(value) if isinstance(value, PurePath) else value
         if self.kind is tuple and isinstance(value, list | tuple):
             one = replace(self, kind=self.item, optional=False)
             return tuple(one.check(part) for part in value)
@@ -80,18 +86,17 @@ class Setting:
                     f"{self.name}: {value!r} names something twice, as a number and as text: name it once"
                 )
             value = named
-        if self.kind is float and type(value) is int:
-            value = float(value) if abs(value) < 2**63 else math.inf
-        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
+        kinds = (int, float) if self.kind is float else self.kind
+        fits = isinstance(value, kinds) and (self.kind in (bool, object) or not isinstance(value, bool))
         if self.kind in (list, dict):
-            fits = fits and all(type(part) is {list: int, dict: str}[self.kind] for part in value)
+            fits = fits and all(type(part) is (str if self.kind is dict else self.item) for part in value)
         if not fits:
-            raise RetrofitError(f"{self.name}: {value!r} is not {WORDS[self.kind]}")
+            raise RetrofitError(f"{self.name}: {value!r} is not {self.words}")
         if self.choices:
             one_of(self.name, value, *self.choices)
         if self.kind in (int, float) and not self._within(value):
             raise RetrofitError(f"{self.name}: {value} is out of range, it must be {self.range}")
-        if type(value) is int and self.most is None and abs(value) > LARGEST:
+        if type(value) is int and self.kind is not object and self.most is None and abs(value) > LARGEST:
             raise RetrofitError(f"{self.name}: {value} is out of range, it must be at most {LARGEST}")
         return value
 
@@ -104,6 +109,11 @@ class Setting:
         if self.kind is str:
             return self.check(None if self.optional and text in ("null", "none") else text)
         return self.check(parse_yaml(text, self.name))
+
+    @property
+    def words(self) -> str:
+        """What it must be."""
+        return "a list of whole numbers" if (self.kind, self.item) == (list, int) else WORDS[self.kind]
 
     @property
     def described(self) -> str:
@@ -126,7 +136,7 @@ class Setting:
 
     def _within(self, value: float) -> bool:
         return (
-            (self.kind is int or math.isfinite(value))
+            (self.kind is int or abs(value) < 2**63)
             and (self.least is None or value >= self.least)
             and (self.most is None or value <= self.most)
             and (self.above is None or value > self.above)
@@ -149,17 +159,27 @@ def setting(default: Any | Callable[[], Any], help: str, **limits: Any) -> Any:
 
 
 def settings(of: Any) -> dict[str, Setting]:
-    """The keys of a dataclass, in order: those of its fields that are made by :func:`setting`."""
-    found = {}
-    hints = get_type_hints(of)
+    """The keys of a dataclass, in order: those of its fields that have a help."""
+    found, hints, known = {}, get_type_hints(of), {one.name for one in fields(Setting)}
+    groups, group = getattr(of, "groups", {}), None
     for one in (one for one in fields(of) if "help" in one.metadata):
         hint = hints[one.name]
-        (kind, *null) = sorted(get_args(hint) or (hint,), key=lambda part: part is NoneType)
-        if get_origin(hint) in (dict, list, tuple):
-            kind, null = hint, []
-        item = {"item": get_args(hint)[0]} if get_origin(hint) is tuple else {}
+        kinds = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
+        optional = NoneType in kinds
+        kinds = [kind for kind in kinds if kind is not NoneType]
+        more = {key: value for key, value in one.metadata.items() if key in known}
+        more |= {"help": " ".join(more["help"].split()), "choices": tuple(more.get("choices", ()))}
+        group = groups.get(one.name, group)
+        for enum in (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)):
+            kinds, more["choices"] = [str], tuple(each.value for each in enum)
+        kind = kinds[0] if len(kinds) == 1 else object
+        if get_origin(kind) in (list, tuple):
+            more["item"] = get_args(kind)[0]
+        kind = get_origin(kind) or kind
         default = one.default if one.default_factory is MISSING else one.default_factory()
-        found[one.name] = Setting(one.name, get_origin(kind) or kind, bool(null), default, **item, **one.metadata)
+        default = default.value if isinstance(default, Enum) else default
+        kind = kind if kind in WORDS else object
+        found[one.name] = Setting(one.name, kind, optional, default, group=group, **more)
     return found
 
 
@@ -167,6 +187,6 @@ def markdown(of: Any) -> str:
     """The keys of such a dataclass as a table for the docs."""
     lines = ["| key | values | default | |", "|---|---|---|---|"]
     for key in settings(of).values():
-        values = ", ".join(f"`{choice}`" for choice in key.choices) or key.range or WORDS[key.kind]
+        values = ", ".join(f"`{choice}`" for choice in key.choices) or key.range or key.words
         lines.append(f"| `{key.name}` | {values} | `{json.dumps(key.default)}` | {key.help} |")
     return "\n".join(lines) + "\n"

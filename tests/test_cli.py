@@ -154,8 +154,10 @@ def test_no_verb_shows_the_help() -> None:
         (["distill", "base", "--windw", "3"], "--windw"),
         (["distill", "base", "--window", "many"], "--window"),
         (["distill", "base", "--option", "heads"], "--option KEY=VALUE"),
-        (["distill", "base", "--set", "steps=["], "cannot be read"),
-        (["distill", "base", "--set", "stebs=3"], "did you mean 'steps'?"),
+        (["distill", "base", "--lora", "["], "lora: not a YAML file"),
+        (["distill", "base", "--max-stebs", "3"], "--max-steps"),
+        (["distill", "base", "--lr", "3"], "'lr' is called 'learning_rate': rename it"),
+        (["distill", "base", "--adam-beta1", "x"], "--adam-beta1"),
         (["distill", "base", "--window", "0"], "window: 0 is out of range"),
         (["distill", "base", "--sinks", "-1"], "sinks: -1 is out of range"),
         (["distill", "base", "--output", "o"], "has no 'data'"),
@@ -191,7 +193,7 @@ def test_bad_arguments(arguments: list[str], said: str, tmp_path: Path, monkeypa
 def verbs_on(base: object, text: Path, out: Path, adapter: object = "adapter") -> dict[str, list[object]]:
     """Each verb that takes a base, on this one."""
     return {
-        "distill": ["distill", base, "--data", text, "-o", out, "--window", 8, "--sinks", 2, "--seq-len", 32],
+        "distill": ["distill", base, "--data", text, "-o", out, "--window", 8, "--sinks", 2, "--max-length", 32],
         "patch": ["patch", base, "-o", out, "--window", 8],
         "merge": ["merge", base, adapter, "-o", out],
         "generate": ["generate", base, "--prompt", "the"],

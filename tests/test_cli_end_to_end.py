@@ -45,7 +45,20 @@ def retrofit(*arguments: object, folder: Path) -> str:
 
 def test_distil_merge_generate_and_load_elsewhere(byte_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    flags = ["--memory", "ahn-gdn", "--window", 8, "--sinks", 2, "--seq-len", 48, "--steps", 3, "--lr", 0.03]
+    flags = [
+        "--memory",
+        "ahn-gdn",
+        "--window",
+        8,
+        "--sinks",
+        2,
+        "--max-length",
+        48,
+        "--max-steps",
+        3,
+        "--learning-rate",
+        0.03,
+    ]
     shown = retrofit(
         "distill", byte_checkpoint, "--data", "text.txt", *flags, "-o", "run", "--json", "rows.json", folder=tmp_path
     )

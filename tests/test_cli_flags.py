@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from distill.recipe import Recipe
+from distill.config import DistillConfig
+from distill.recipe import DistillKeys
 from retrofit.evaluation.settings import Settings
 from retrofit.settings import Setting, settings
 from tests.test_cli import refused, run
@@ -14,7 +15,7 @@ from tests.test_cli import refused, run
 RECIPE = {
     "base": "b",
     "data": "d",
-    "output": "o",
+    "output_dir": "o",
     "init_adapter": "a",
     "report_to": "wandb",
     "memory": "kvm",
@@ -27,21 +28,28 @@ RECIPE = {
     "data_split": "test",
     "max_samples": 7,
     "holdout": 0.25,
-    "lr": 0.02,
+    "learning_rate": 0.02,
     "adam_beta2": 0.5,
     "deepspeed": "zero2",
     "mix": {"a.txt": 2},
     "eval_data": "e",
-    "epochs": 2.0,
-    "scheduler_options": {"min_lr": 0.1},
+    "num_train_epochs": 2.0,
+    "lr_scheduler_kwargs": {"min_lr": 0.1},
     "segment": 64,
-    "local_lr": 0.5,
+    "local_learning_rate": 0.5,
     "segments_back": 2,
     "patience": 3,
-    "push_to": "user/name",
+    "hub_model_id": "user/name",
+    "lr_scheduler_type": "linear",
+    "optim": "sgd",
+    "eval_steps": 3,
+    "save_steps": 3,
+    "logging_steps": 3,
+    "warmup_steps": 3,
+    "max_steps": 7,
 }
 # a stream cannot have these
-OF_FILES = {"mix", "epochs", "workers", "group_by_length"}
+OF_FILES = {"mix", "num_train_epochs", "dataloader_num_workers", "group_by_length"}
 EVAL = {"data": "t", "window": 8, "sinks": 1, "seq_len": 64, "haystack": "h", "benchmark_data": "d", "limit": 3}
 EVAL |= {"probes": ("passkey",), "adapters": ("x", "y"), "benchmarks": ("longbench",), "tasks": ("a", "b")}
 EVAL |= {"depths": (0.5, 1.0), "include_path": "p"}
@@ -90,8 +98,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize(
     ("verb", "of", "chosen", "but"),
     [
-        (["distill", "small-text-ahn-gdn", "--dry-run"], Recipe, RECIPE, {"streaming"}),
-        (["distill", "small-text-ahn-gdn", "--dry-run"], Recipe, RECIPE, OF_FILES),
+        (["distill", "small-text-ahn-gdn", "--dry-run"], DistillKeys, RECIPE, {"streaming"}),
+        (["distill", "small-text-ahn-gdn", "--dry-run"], DistillKeys, RECIPE, OF_FILES),
         (["eval", "m"], Settings, EVAL, {"chunk"}),
     ],
     ids=["distill", "distill a stream", "eval"],
@@ -107,12 +115,11 @@ def test_every_setting_has_a_flag(
 
 
 def test_what_no_flag_says_is_left_as_it_was(seen: list[Any]) -> None:
-    assert run("distill", "qwen2.5-3b-joint", "--steps", 3, "--dry-run").exit_code == 130
+    assert run("distill", "qwen2.5-3b-joint", "--max-steps", 3, "--dry-run").exit_code == 130
     assert run("eval", "m").exit_code == 130
     recipe, evaluation = seen
-    shipped = Recipe.from_dict({**Recipe(base="b").to_dict()})
-    assert (recipe.steps, recipe.memory) == (3, "joint")
-    assert recipe.seq_len != shipped.seq_len
+    assert (recipe.max_steps, recipe.memory) == (3, "joint")
+    assert recipe.max_length != DistillConfig(base="b").max_length
     assert evaluation == Settings("m")
 
 
@@ -122,18 +129,18 @@ def test_what_no_flag_says_is_left_as_it_was(seen: list[Any]) -> None:
         (["distill", "b", "--layers", "[x]"], "layers: ['x'] is not a list of whole numbers"),
         (["distill", "b", "--lora", "3"], "lora: 3 is not a mapping"),
         (["distill", "b", "--lora", "{r: *a}"], "lora: not a YAML file"),
-        (["distill", "b", "--steps", "9" * 30], "is out of range, it must be at most"),
-        (["distill", "b", "--lr", "nan"], "lr: nan is out of range, it must be more than 0"),
+        (["distill", "b", "--max-steps", "9" * 30], "is out of range, it must be at most"),
+        (["distill", "b", "--learning-rate", "nan"], "learning_rate: nan is out of range, it must be more than 0"),
         (["distill", "b", "--loss", "kll"], "loss: 'kll' is not one of kl, ce, mse (did you mean 'kl'?)"),
+        (["distill", "b", "--seed", "-1"], "seed: -1 is out of range"),
+        (["distill", "b", "--adam-beta1", "many"], "'--adam-beta1'"),
         (
-            ["distill", "b", "--set", "steps=3", "--steps", "1"],
-            "--set steps is given by another flag, too: leave one",
+            ["distill", "b", "--batch_size", "3"],
+            "'batch_size' is called 'per_device_train_batch_size': rename",
         ),
-        (["distill", "b", "--set", "steps=3", "--set", "steps=3"], "--set steps is given twice: leave one of them out"),
-        (["distill", "b", "--set", "options={a: 1}", "--option", "a=2"], "--set options is given by another flag, too"),
+        (["distill", "b", "--max-stebs", "3"], "--max-steps"),
         (["distill", "b", "--options", "{a: 1}", "--option", "a=2"], "--option a is given by another flag, too"),
         (["distill", "b", "--base", "c"], "--base c: the base is b already: leave one of them out"),
-        (["distill", "b", "--set", "base=c"], "--set base is given by another flag, too"),
         (["patch", "b", "-o", "x", "--option", "rows=3", "--option", "rows=4"], "--option rows is given twice"),
         (["eval", "m", "--rows", "0"], "eval_rows: 0 is out of range, it must be 1 or more"),
         (["eval", "m", "--length", "0"], "lengths: 0 is out of range, it must be 1 or more"),
@@ -146,13 +153,28 @@ def test_what_a_setting_refuses_its_flag_refuses(line: list[str], said: str) -> 
     refused(run(*line), said)
 
 
-@pytest.mark.parametrize(("verb", "of"), [("distill", Recipe), ("eval", Settings)])
+@pytest.mark.parametrize(("verb", "of"), [("distill", DistillKeys), ("eval", Settings)])
 def test_help_says_what_the_settings_say(verb: str, of: Any) -> None:
     page = " ".join(run(verb, "--help").output.split())
     for name, key in settings(of).items():
         if name != "chunk":
             assert (key.flag or f"--{name.replace('_', '-')}") in page
             assert key.help.split(".")[0][:20] in page
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--learning-rate 1e-3 --adam-epsilon 1e-6 --dataloader-drop-last --no-packing --bf16",
+        "--learning_rate=1e-3 --adam_epsilon=1e-6 --dataloader_drop_last True --packing False --bf16 true",
+    ],
+)
+def test_flags_of_transformers_are_written_as_there(line: str, seen: list[Any]) -> None:
+    """Before the base, too, since it is then that a switch could take it for its value."""
+    assert run("distill", *line.split(), "b", "--dry-run").exit_code == 130
+    (made,) = seen
+    assert (made.base, made.learning_rate, made.adam_epsilon) == ("b", 1e-3, 1e-6)
+    assert (made.dataloader_drop_last, made.packing, made.bf16, made.fp16) == (True, False, True, False)
 
 
 def test_a_recipe_that_is_no_mapping(tmp_path: Path) -> None:

@@ -33,14 +33,16 @@ def desk(tmp_path: Path, byte_checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     Path("corpus/text.txt").write_text(TEXT)
     retrofit.save_adapter(retrofit.patch("base", "ahn-gdn", window=8, sinks=2), "run/adapter")
     Path("run/deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    Path("run/mine.yaml").write_text("data: corpus/text.txt\nbase: base\nwindow: 8\nsinks: 2\nseq_len: 32\nsteps: 1\n")
+    Path("run/mine.yaml").write_text(
+        "data: corpus/text.txt\nbase: base\nwindow: 8\nsinks: 2\nmax_length: 32\nmax_steps: 1\n"
+    )
     Path("run/memory.yaml").write_text("{memory: none, window: 8}")
     before = files(tmp_path)
     yield tmp_path
     assert files(tmp_path) == before
 
 
-SMALL = ["--window", 8, "--sinks", 2, "--seq-len", 32, "--steps", 1]
+SMALL = ["--window", 8, "--sinks", 2, "--max-length", 32, "--max-steps", 1]
 
 
 @pytest.mark.parametrize(

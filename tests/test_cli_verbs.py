@@ -39,13 +39,13 @@ def test_flags_override_the_recipe(tmp_path: Path, byte_checkpoint: Path, monkey
 
     monkeypatch.setattr("distill.run.distill", record)
     recipe = tmp_path / "run.yaml"
-    recipe.write_text("memory: ahn-dn\nwindow: 8\nsteps: 7\noptions: {a: 1}\n")
-    flags = ["--window", 9, "--lr", "3e-3", "--set", "weight_decay=1e-2", "--set", "layers=[0,1]", "--resume"]
+    recipe.write_text("memory: ahn-dn\nwindow: 8\nmax_steps: 7\noptions: {a: 1}\n")
+    flags = ["--window", 9, "--learning-rate", "3e-3", "--weight-decay", "1e-2", "--layers", "[0,1]", "--resume"]
     result = run("distill", recipe, "--base", byte_checkpoint, *flags, "--json", tmp_path / "rows.json")
     assert result.exit_code == 0, result.output
     got = asked["recipe"]
-    assert (got.base, got.memory, got.window, got.steps) == (str(byte_checkpoint), "ahn-dn", 9, 7)
-    assert (got.lr, got.weight_decay, got.layers, got.options) == (3e-3, 1e-2, [0, 1], {"a": 1})
+    assert (got.base, got.memory, got.window, got.max_steps) == (str(byte_checkpoint), "ahn-dn", 9, 7)
+    assert (got.learning_rate, got.weight_decay, got.layers, got.options) == (3e-3, 1e-2, [0, 1], {"a": 1})
     assert asked["flags"] == {"resume": True, "overwrite": False}
     assert json.loads((tmp_path / "rows.json").read_text()) == [{"kl": 1}]
 

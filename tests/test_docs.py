@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 import retrofit
 from benchmarks.speed.__main__ import app as speed
 from cli import app
+from distill.config import DistillConfig
 from distill.data.rows import PackedRows
 from distill.lora import add_lora, save_lora
-from distill.recipe import Recipe
 from patches.kinds import KINDS
 from retrofit.allocation.recipe import read_memory
 from retrofit.convert import published_name
@@ -61,7 +61,7 @@ NOT_RUN = {
 }
 # after the page's own words, so that a tiny model on one core has done soon: the last value of a flag counts
 SHORTER = {
-    "distill": "--window 8 --sinks 2 --seq-len 48 --steps 2 --set eval_rows=2 --overwrite",
+    "distill": "--window 8 --sinks 2 --max-length 48 --max-steps 2 --eval-rows 2 --overwrite",
     "generate": "--max-new-tokens 2",
     "eval": "--length 320 --samples 1 --rows 1 --seq-len 64 --window 8 --sinks 2 --overwrite",
     "patch": "--overwrite",
@@ -98,7 +98,15 @@ def home(
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text('{"_ahn_implementation": "GatedDeltaNet"}')
         save_file(weights, folder / name / "model.safetensors")
-    recipe = {"base": "BASE", "data": "corpus.txt", "window": 8, "sinks": 2, "seq_len": 48, "steps": 2, "eval_rows": 2}
+    recipe = {
+        "base": "BASE",
+        "data": "corpus.txt",
+        "window": 8,
+        "sinks": 2,
+        "max_length": 48,
+        "max_steps": 2,
+        "eval_rows": 2,
+    }
     (folder / "my.yaml").write_text(yaml.safe_dump(recipe))
     # what earlier commands write, for later ones that another process runs first
     (folder / "by-need.yaml").write_text(yaml.safe_dump({"memory": "none", "window": 8, "sinks": 2}))
@@ -239,7 +247,7 @@ def test_lora_beside_a_memory_loads_as_the_page_says(
 ) -> None:
     peft = pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
-    recipes = [Recipe(**yaml.safe_load(block)) for block in blocks("docs/distillation.md", "yaml")]
+    recipes = [DistillConfig(**yaml.safe_load(block)) for block in blocks("docs/distillation.md", "yaml")]
     (recipe,) = (recipe for recipe in recipes if recipe.lora)
     base = make_base("Qwen2")
     model = retrofit.patch(base, "ahn-gdn", 8, 2)
@@ -253,7 +261,7 @@ def test_lora_beside_a_memory_loads_as_the_page_says(
 
 
 def test_the_recipes_of_the_data_page_are_some() -> None:
-    recipes = [Recipe.from_dict(yaml.safe_load(block)) for block in blocks("docs/data.md", "yaml")]
+    recipes = [DistillConfig.from_dict(yaml.safe_load(block)) for block in blocks("docs/data.md", "yaml")]
     assert "chat" in [recipe.data_format for recipe in recipes]
 
 

@@ -41,7 +41,7 @@ def test_everything_it_offers_is_there() -> None:
     for name in retrofit.__all__:
         assert getattr(retrofit, name).__name__ == name
     assert retrofit.DistillTrainer is distill.DistillTrainer
-    assert retrofit.DistillArguments is distill.DistillArguments
+    assert retrofit.DistillConfig is distill.DistillConfig
     with pytest.raises(AttributeError, match="no attribute 'pach'"):
         _ = retrofit.pach
 
@@ -68,7 +68,7 @@ def test_an_export_needs_no_trust(order: str, byte_checkpoint: Path, tmp_path: P
         ("patches.py", "import retrofit"),
         ("patches.py", "import retrofit.files"),
         ("distill.py", "from retrofit import DistillTrainer"),
-        ("distill/__init__.py", "from retrofit import DistillArguments"),
+        ("distill/__init__.py", "from retrofit import DistillConfig"),
         ("distill.py", "import distill, retrofit; retrofit.DistillTrainer"),
         ("distill.py", "import sys, cli; sys.argv[1:] = ['recipes', 'ls']; cli.main()"),
         ("patches/__init__.py", "import sys, cli; sys.argv[1:] = ['patch', 'base', '-o', 'out']; cli.main()"),

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from cli import app
 from distill import dry_run
-from distill.recipe import load_recipe, shipped_recipes
+from distill.config import load_recipe
+from distill.recipe import shipped_recipes
 from patches.errors import RetrofitError
 from retrofit.costs import bases
 from tests.pages import text_of
@@ -65,12 +66,15 @@ def test_the_hours_it_names_are_those_of_the_dry_run(name: str) -> None:
     assert int(said[2]) == pytest.approx(32 * found, abs=1)
 
 
-@pytest.mark.parametrize("name", [name for name in shipped_recipes() if load_recipe(name).steps == 740])
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if load_recipe(name).max_steps == 740])
 def test_the_commands_take_the_papers_rows_per_step(name: str) -> None:
     recipe = load_recipe(name)
     command = re.search(r"--nproc (\d+)(?: --gradient-accumulation-steps (\d+))? ", shipped_recipes()[name].read_text())
     assert command, "no command for several GPUs"
-    assert int(command[1]) * recipe.batch_size * int(command[2] or recipe.gradient_accumulation_steps) == 128
+    assert (
+        int(command[1]) * recipe.per_device_train_batch_size * int(command[2] or recipe.gradient_accumulation_steps)
+        == 128
+    )
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/many-gpus.md"])
@@ -84,19 +88,19 @@ def test_the_nine_ahn_runs() -> None:
     recipes = {name: load_recipe(name) for name in AHN}
     assert {recipe.memory for recipe in recipes.values()} == {"ahn-mamba2", "ahn-dn", "ahn-gdn"}
     differing = {"base", "memory", "deepspeed"}
-    first = recipes[AHN[0]].to_dict()
+    first = recipes[AHN[0]].to_recipe()
     for name, recipe in recipes.items():
         assert recipe.deepspeed == ("zero3" if "14b" in name else None)  # the others fit a GPU of 80 GB whole
-        assert {key for key, value in recipe.to_dict().items() if value != first[key]} <= differing, name
+        assert {key for key, value in recipe.to_recipe().items() if value != first[key]} <= differing, name
         assert recipe.base == f"Qwen/Qwen2.5-{name.split('-')[1].upper()}-Instruct"
     settings = {
-        "lr": 1e-4,
-        "warmup": 0.1,
+        "learning_rate": 1e-4,
+        "warmup_steps": 0.1,
         "weight_decay": 0.1,
         "max_grad_norm": 1.0,
         "adam_beta2": 0.999,
-        "steps": 740,
-        "seq_len": 24576,
+        "max_steps": 740,
+        "max_length": 24576,
         "min_length": 288,
         "max_samples": 100000,
         "window_sampling": "ahn",
@@ -106,14 +110,14 @@ def test_the_nine_ahn_runs() -> None:
         "gradient_checkpointing": True,
     }
     assert settings.items() <= first.items()
-    assert first["batch_size"] * first["gradient_accumulation_steps"] * 32 == 128
+    assert first["per_device_train_batch_size"] * first["gradient_accumulation_steps"] * 32 == 128
 
 
 def test_the_ablations_differ_in_what_they_are_about() -> None:
-    paper = load_recipe("qwen2.5-7b-ahn-mamba2").to_dict()
+    paper = load_recipe("qwen2.5-7b-ahn-mamba2").to_recipe()
     changed = {"ce": {"loss"}, "fixed-1024": {"window", "window_sampling"}}
     for ablation, keys in changed.items():
-        ours = load_recipe(f"qwen2.5-7b-ahn-mamba2-{ablation}").to_dict()
+        ours = load_recipe(f"qwen2.5-7b-ahn-mamba2-{ablation}").to_recipe()
         assert {key for key in ours if ours[key] != paper[key]} == keys
 
 

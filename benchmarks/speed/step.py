@@ -15,7 +15,7 @@ from torch.utils.benchmark import timer  # waits for the GPU before it reads the
 
 import retrofit
 from benchmarks.speed import cases
-from distill.arguments import DistillArguments
+from distill.config import DistillConfig
 from distill.loss import chunked_kl
 from distill.objective import teacher_states
 from distill.preflight import find_trainable
@@ -117,7 +117,7 @@ def _batch(model: Any, length: int) -> dict[str, Tensor]:
 def make_trainer(model: Any, case: RandomModels, folder: str, **settings: Any) -> DistillTrainer:
     """A trainer that is ready for one step and writes nothing."""
     how: dict[str, Any] = {"report_to": "none", "max_steps": 1, "use_cpu": case.device == "cpu", **settings}
-    trainer = DistillTrainer(model, DistillArguments(folder, **how))
+    trainer = DistillTrainer(model, DistillConfig(folder, **how))
     trainer.create_optimizer_and_scheduler(1)
     return trainer
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, PrinterCallback
 from transformers.utils import logging as transformers_logging
 
 import retrofit
-from distill.arguments import DistillArguments
 from distill.callbacks import ShowProgress
+from distill.config import DistillConfig
 from distill.data.rows import PackedRows
 from distill.demo.recall import pick_questions, print_recall, reload
 from distill.demo.teacher import COPIED, LENGTH, RECALLED, train_teacher
@@ -185,7 +185,7 @@ def fit(teacher: PreTrainedModel, memory: str, seed: int) -> tuple[Any, float]:
         calibrate_on(model, PackedRows(lessons.flatten(), LENGTH))
         if not find_kind(memory).trainable:
             return model.eval(), 0.0
-        arguments = DistillArguments(
+        arguments = DistillConfig(
             output_dir=folder,
             max_steps=STEPS,
             per_device_train_batch_size=BATCH,

@@ -25,6 +25,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 PATIENCE = timedelta(hours=6)
 # in a step all do the same: one that is so late hangs, and the others would burn their GPUs waiting for it
 IN_STEP = timedelta(minutes=15)
+_patient: dict[str, Any] = {}  # the group in which processes wait for one that works alone, once they have met
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what a launcher sets
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find out by itself, and say so on stdout
@@ -61,8 +62,7 @@ class Processes:
 
     def wait(self) -> None:
         """Until every process is here."""
-        if self.count > 1:
-            dist.barrier(group=self.patient)
+        wait_for_all(self.patient)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -166,20 +166,21 @@ def join(deepspeed: bool) -> Processes:
             f"the processes could not meet at {place} (MASTER_ADDR, MASTER_PORT): {why}: give an address that all of "
             "them reach, with a port that is free there"
         ) from None
-    patient = dist.new_group(timeout=PATIENCE) if dist.is_initialized() else None
+    patient = _patient["group"] = dist.new_group(timeout=PATIENCE) if dist.is_initialized() else None
     return Processes(state.process_index, state.num_processes, str(state.device), ours, patient)
 
 
-def trainer_settings(deepspeed: dict[str, Any] | None, fsdp: bool = False) -> dict[str, Any]:
-    """What ``TrainingArguments`` need to take the processes as :func:`join` has set them up."""
-    shared = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}} if fsdp else {}
-    if not started_together():
-        return shared
-    if deepspeed is not None:
-        shared["deepspeed"] = deepspeed
-    else:
-        shared["use_cpu"] = not torch.cuda.is_available()
-    return shared | {"accelerator_config": {"use_configured_state": True}}
+def met_before() -> bool:
+    """Whether the processes of a launcher have met, by :func:`join` or otherwise."""
+    from accelerate import PartialState
+
+    return started_together() and PartialState._shared_state != {}
+
+
+def wait_for_all(group: Any = None) -> None:
+    """Wait until every process is here, in ``group`` or the one of :func:`join`, which allows hours."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier(group=group or _patient.get("group"))
 
 
 def any_of(flag: bool, device: torch.device) -> bool:

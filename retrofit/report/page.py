@@ -89,8 +89,8 @@ def _title(run: Run) -> tuple[str, str]:
     recipe = run.metrics["recipe"]
     base = recipe.get("base") or run.evaluation["settings"].get("model")
     if recipe.get("memory"):
-        shape = f"window {recipe.get('window')}, sinks {recipe.get('sinks')}, rows of {recipe.get('seq_len')} tokens"
-        return f"{run.memory} on {PurePath(str(base)).name}", f"{shape}, {recipe.get('steps')} steps · {run.folder}"
+        shape = f"window {recipe.get('window')}, sinks {recipe.get('sinks')}, rows of {recipe.get('max_length')} tokens"
+        return f"{run.memory} on {PurePath(str(base)).name}", f"{shape}, {recipe.get('max_steps')} steps · {run.folder}"
     return f"Evaluation of {base}" if base else f"Report of {run.folder.name}", str(run.folder)
 
 

@@ -11,8 +11,15 @@ import torch
 from benchmarks import real_fit
 from patches.errors import RetrofitError
 
-RECIPE = {"memory": "joint", "window": 6, "sinks": 2, "seq_len": 24, "batch_size": 1, "holdout": 0.2}
-RECIPE |= {"steps": 3, "local_steps": 3, "eval_rows": 2}
+RECIPE = {
+    "memory": "joint",
+    "window": 6,
+    "sinks": 2,
+    "max_length": 24,
+    "per_device_train_batch_size": 1,
+    "holdout": 0.2,
+}
+RECIPE |= {"max_steps": 3, "local_steps": 3, "eval_rows": 2}
 
 
 @pytest.fixture
@@ -60,7 +67,7 @@ def test_a_failed_fit_is_noticed_before_the_end(output: Path) -> None:
 
 def test_a_fit_with_other_settings_is_made_anew(output: Path) -> None:
     for steps in (6, 9):
-        Path(real_fit.RECIPE).write_text(json.dumps({**RECIPE, "steps": steps}))
+        Path(real_fit.RECIPE).write_text(json.dumps({**RECIPE, "max_steps": steps}))
         with real_fit.fit_beside(output, "float32", print) as fit:
             assert fit.wait().is_dir()
     last = json.loads((output / "joint" / "log.jsonl").read_text().splitlines()[-1])
@@ -70,7 +77,7 @@ def test_a_fit_with_other_settings_is_made_anew(output: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_fit_too(output: Path, number: int) -> None:
     before = signal.signal(number, signal.SIG_DFL)
-    Path(real_fit.RECIPE).write_text(json.dumps({**RECIPE, "steps": 100_000}))
+    Path(real_fit.RECIPE).write_text(json.dumps({**RECIPE, "max_steps": 100_000}))
     try:
         with pytest.raises(SystemExit) as ended, real_fit.fit_beside(output, "float32", print) as fit:
             signal.raise_signal(number)
@@ -83,7 +90,7 @@ def test_a_signal_ends_the_fit_too(output: Path, number: int) -> None:
 
 
 def test_nobody_waits_for_a_fit_that_was_left(output: Path) -> None:
-    Path(real_fit.RECIPE).write_text(json.dumps({**RECIPE, "steps": 100_000}))
+    Path(real_fit.RECIPE).write_text(json.dumps({**RECIPE, "max_steps": 100_000}))
     with pytest.raises(KeyError), real_fit.fit_beside(output, "float32", print):
         raise KeyError
     assert not (output / "joint" / "adapter").exists()

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import retrofit
+from distill.config import DistillConfig
 from distill.data.rows import PackedRows
-from distill.recipe import Recipe
 
 WORDS = 101
 TEXT_WORDS = 3000
@@ -66,16 +66,16 @@ def model(make_base: Callable[..., PreTrainedModel]) -> Any:
 
 
 @pytest.fixture
-def recipe(checkpoint: Path, text_file: Path, tmp_path: Path) -> Recipe:
+def recipe(checkpoint: Path, text_file: Path, tmp_path: Path) -> DistillConfig:
     """Six steps on a tiny checkpoint."""
-    return Recipe(
+    return DistillConfig(
         base=str(checkpoint),
         data=str(text_file),
-        output=str(tmp_path / "run"),
+        output_dir=str(tmp_path / "run"),
         window=6,
         sinks=2,
-        seq_len=40,
-        steps=6,
+        max_length=40,
+        max_steps=6,
         eval_rows=4,
         eval_steps=4,
         save_steps=4,

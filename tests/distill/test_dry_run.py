@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 import retrofit
 from cli import app
 from distill import dry_run
+from distill.config import DistillConfig
 from distill.dry_run import hours, plan, table
 from distill.lora import add_lora
 from distill.objective import Objective
-from distill.recipe import Recipe
 from distill.simulate import Tracker, step_bytes
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError
@@ -38,9 +38,16 @@ def unweighed(tmp_path: Path, make_base: MakeBase) -> Path:
     return tmp_path / "base"
 
 
-def small(folder: Path, **keys: Any) -> Recipe:
-    given: dict[str, Any] = {"base": str(folder), "window": 8, "sinks": 2, "seq_len": 40, "steps": 50, "batch_size": 3}
-    return Recipe(**{**given, **keys})
+def small(folder: Path, **keys: Any) -> DistillConfig:
+    given: dict[str, Any] = {
+        "base": str(folder),
+        "window": 8,
+        "sinks": 2,
+        "max_length": 40,
+        "max_steps": 50,
+        "per_device_train_batch_size": 3,
+    }
+    return DistillConfig(**{**given, **keys})
 
 
 def test_operations_by_hand(unweighed: Path) -> None:
@@ -97,7 +104,7 @@ def test_zero_divides_what_its_stages_say(unweighed: Path) -> None:
 
 
 def test_windows_are_those_the_run_will_draw(unweighed: Path) -> None:
-    found = plan(small(unweighed, window_sampling="ahn", seq_len=200, steps=20))
+    found = plan(small(unweighed, window_sampling="ahn", max_length=200, max_steps=20))
     assert sum(found.windows.values()) == 20
     assert {W + S for W, S in found.windows} <= {32, 64, 128}
     mean = sum(count * (200 - W - S) for (W, S), count in found.windows.items()) / 20
@@ -164,7 +171,7 @@ def test_checkpointing_keeps_one_row_of_states_per_layer() -> None:
 
 def test_the_command_needs_no_weights(unweighed: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    arguments = ["distill", str(unweighed), "--window", "8", "--sinks", "2", "--seq-len", "40", "--dry-run"]
+    arguments = ["distill", str(unweighed), "--window", "8", "--sinks", "2", "--max-length", "40", "--dry-run"]
     result = CliRunner().invoke(app, [*arguments, "--json", str(file)])
     assert result.exit_code == 0, result.output
     data = json.loads(file.read_text())

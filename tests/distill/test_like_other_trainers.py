@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from distill import DistillTrainer, distill
 from distill.checkpoint import checkpoints
+from distill.config import DistillConfig
 from distill.data.rows import ByLength, ChatRows, DocumentRows, PackedRows
 from distill.data.split import load_rows
 from distill.objective import attention_outputs
 from distill.preflight import check_recipe
-from distill.recipe import Recipe
 from distill.run import steps_of
 from patches.errors import RetrofitError
 from retrofit import patch
@@ -25,11 +25,11 @@ from tests.hub_server import HubServer
 
 
 @pytest.fixture
-def recipe(checkpoint: Path, text_file: Path, tmp_path: Path) -> Recipe:
+def recipe(checkpoint: Path, text_file: Path, tmp_path: Path) -> DistillConfig:
     """Four steps on a tiny checkpoint."""
-    places = {"base": str(checkpoint), "data": str(text_file), "output": str(tmp_path / "run")}
-    shape: dict[str, Any] = {"window": 6, "sinks": 2, "seq_len": 40, "eval_rows": 4}
-    return Recipe(**places, **shape, steps=4, eval_steps=2, save_steps=2)
+    places = {"base": str(checkpoint), "data": str(text_file), "output_dir": str(tmp_path / "run")}
+    shape: dict[str, Any] = {"window": 6, "sinks": 2, "max_length": 40, "eval_rows": 4}
+    return DistillConfig(**places, **shape, max_steps=4, eval_steps=2, save_steps=2)
 
 
 @pytest.fixture
@@ -38,12 +38,12 @@ def model_with_windows(make_base: Callable[..., PreTrainedModel]) -> Any:
     return patch(make_base("Qwen2"), "ahn-gdn", 6, 2, layers=[1], others="window")
 
 
-def changed(recipe: Recipe, **values: Any) -> Recipe:
-    return Recipe.from_dict({**recipe.to_dict(), **values})
+def changed(recipe: DistillConfig, **values: Any) -> DistillConfig:
+    return DistillConfig.from_dict({**recipe.to_recipe(), **values})
 
 
-def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
-    return load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
+def weights(recipe: DistillConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(str(recipe.output_dir)) / "adapter" / WEIGHTS)
 
 
 @pytest.mark.parametrize(
@@ -51,37 +51,40 @@ def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
     [(1, 4, 1, 1, 17), (2, 4, 1, 1, 34), (0.5, 4, 1, 1, 9), (1, 4, 2, 2, 5), (1, 100, 8, 4, 1)],
 )
 def test_passes_decide_the_steps(
-    recipe: Recipe, epochs: float, batch: int, accumulated: int, processes: int, steps: int
+    recipe: DistillConfig, epochs: float, batch: int, accumulated: int, processes: int, steps: int
 ) -> None:
-    asked = changed(recipe, epochs=epochs, batch_size=batch, gradient_accumulation_steps=accumulated)
+    asked = changed(
+        recipe, num_train_epochs=epochs, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulated
+    )
     assert steps_of(asked, 67, processes) == steps
 
 
-def test_a_run_of_one_pass_with_a_schedule_of_its_own(recipe: Recipe) -> None:
+def test_a_run_of_one_pass_with_a_schedule_of_its_own(recipe: DistillConfig) -> None:
     asked = changed(
         recipe,
-        epochs=1,
-        batch_size=32,
-        scheduler="cosine_with_min_lr",
-        scheduler_options={"min_lr": 5e-3},
-        warmup=0.0,
-        optimizer="sgd",
-        workers=1,
+        max_steps=-1,
+        num_train_epochs=1,
+        per_device_train_batch_size=32,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": 5e-3},
+        warmup_steps=0.0,
+        optim="sgd",
+        dataloader_num_workers=1,
     )
     metrics = distill(asked)
     rates = [entry["learning_rate"] for entry in metrics["curve"] if "learning_rate" in entry]
-    assert metrics["recipe"]["steps"] == len(rates) == 3  # 67 rows
+    assert metrics["recipe"]["max_steps"] == len(rates) == 3  # 67 rows
     assert min(rates) >= 5e-3
-    assert "exp_avg" not in str(torch.load(Path(str(recipe.output)) / "checkpoint-2" / "optimizer.pt"))
+    assert "exp_avg" not in str(torch.load(Path(str(recipe.output_dir)) / "checkpoint-2" / "optimizer.pt"))
 
 
-def test_a_run_of_passes_resumes_with_the_same_words(recipe: Recipe) -> None:
-    asked = changed(recipe, epochs=1, batch_size=32)
+def test_a_run_of_passes_resumes_with_the_same_words(recipe: DistillConfig) -> None:
+    asked = changed(recipe, max_steps=-1, num_train_epochs=1, per_device_train_batch_size=32)
     metrics = distill(asked)
     assert distill(asked, resume=True)["rows"][-1]["kl"] == metrics["rows"][-1]["kl"]
 
 
-def test_rows_of_like_length_come_together_and_in_the_same_order_again(recipe: Recipe) -> None:
+def test_rows_of_like_length_come_together_and_in_the_same_order_again(recipe: DistillConfig) -> None:
     rows = [{"input_ids": torch.zeros(length)} for length in torch.randint(1, 50, (64,)).tolist()]
     sampler, again = ByLength(4, rows, seed=3), ByLength(4, rows, seed=3)
     first = list(sampler)
@@ -108,14 +111,16 @@ def test_lengths_are_known_without_reading_a_row(tmp_path: Path, chat_tokenizer:
         assert rows.lengths() == [len(rows[index]["input_ids"]) for index in range(len(rows))]
 
 
-def test_documents_are_called_documents(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documents_are_called_documents(
+    recipe: DistillConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [{"text": " ".join(["w5", "w6", "w7"] * (4 + number % 9))} for number in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     asked = changed(recipe, data=str(tmp_path / "a.jsonl"), packing=False)
     distill(asked)
     assert "held-out documents of at most 40 tokens, text past the window" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(RetrofitError, match="none of the 4 held-out documents has text beyond 38 tokens"):
-        distill(changed(asked, window=36, output=str(tmp_path / "other")))
+        distill(changed(asked, window=36, output_dir=str(tmp_path / "other")))
 
 
 def test_mse_looks_at_the_layers_that_are_fitted(model_with_windows: Any) -> None:
@@ -124,13 +129,13 @@ def test_mse_looks_at_the_layers_that_are_fitted(model_with_windows: Any) -> Non
     assert len(outputs) == 1
 
 
-def test_documents_by_length_resume_where_they_were(recipe: Recipe, tmp_path: Path) -> None:
+def test_documents_by_length_resume_where_they_were(recipe: DistillConfig, tmp_path: Path) -> None:
     lines = [{"text": " ".join(["w5", "w6", "w7"] * (5 + number % 9))} for number in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     asked = changed(recipe, data=str(tmp_path / "a.jsonl"), packing=False, group_by_length=True, min_length=12)
     distill(asked)
     whole = weights(asked)
-    for path in checkpoints(Path(str(asked.output)))[1:]:
+    for path in checkpoints(Path(str(asked.output_dir)))[1:]:
         for file in path.iterdir():
             file.unlink()
         path.rmdir()
@@ -139,7 +144,7 @@ def test_documents_by_length_resume_where_they_were(recipe: Recipe, tmp_path: Pa
         assert torch.equal(value, whole[name]), name
 
 
-def test_patience_stops_and_takes_the_best(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_stops_and_takes_the_best(recipe: DistillConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     kls = iter([0.5, 0.3, 0.4, 0.6, 0.1])
     measured = DistillTrainer._kl_by_distance
 
@@ -148,34 +153,36 @@ def test_patience_stops_and_takes_the_best(recipe: Recipe, monkeypatch: pytest.M
         return {"": next(kls)} if of_memory else measured(self, model, data)
 
     monkeypatch.setattr(DistillTrainer, "_kl_by_distance", scripted)
-    asked = changed(recipe, steps=10, eval_steps=1, save_steps=1, patience=2)
+    asked = changed(recipe, max_steps=10, eval_steps=1, save_steps=1, patience=2)
     metrics = distill(asked)
     assert [entry["step"] for entry in metrics["curve"] if "loss" in entry] == [1, 2, 3, 4]
-    best = load_file(Path(str(asked.output)) / "checkpoint-2" / WEIGHTS)
+    best = load_file(Path(str(asked.output_dir)) / "checkpoint-2" / WEIGHTS)
     for name, value in weights(asked).items():
         assert torch.equal(value, best[name]), name
-    moved = changed(asked, output=str(Path(str(asked.output)).with_name("moved")))  # it knows that it has stopped
-    Path(str(asked.output)).rename(str(moved.output))
+    moved = changed(
+        asked, output_dir=str(Path(str(asked.output_dir)).with_name("moved"))
+    )  # it knows that it has stopped
+    Path(str(asked.output_dir)).rename(str(moved.output_dir))
     again = distill(moved, resume=True)
     assert [entry["step"] for entry in again["curve"] if "loss" in entry] == [1, 2, 3, 4]
     for name, value in weights(moved).items():
         assert torch.equal(value, best[name]), name
 
 
-def test_every_checkpoint_is_pushed(recipe: Recipe, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_checkpoint_is_pushed(recipe: DistillConfig, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrofit.hub.WAITS", ())
     token = "hf_" + "m" * 34
     hub.users[token] = "user"
     monkeypatch.setenv("HF_TOKEN", token)
-    distill(changed(recipe, push_to="user/fitted"))
-    assert hub.repos["user/fitted"].messages[-3:] == ["Step 2", "Step 4", "The fitted memory"]
+    distill(changed(recipe, push_to_hub=True, hub_model_id="user/fitted"))
+    assert hub.repos["user/fitted"].messages[-3:] == ["Step 2", "Step 4", "The trained memory"]
 
 
 def test_a_hub_that_fails_does_not_stop_the_run(
-    recipe: Recipe, hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: DistillConfig, hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("retrofit.hub.WAITS", ())
-    distill(changed(recipe, push_to="user/fitted"))  # nobody is logged in
+    distill(changed(recipe, push_to_hub=True, hub_model_id="user/fitted"))  # nobody is logged in
     assert capsys.readouterr().err.count("was not pushed") == 3
     assert weights(recipe)
 
@@ -184,17 +191,23 @@ def test_a_hub_that_fails_does_not_stop_the_run(
     ("keys", "said"),
     [
         ({"patience": 2, "eval_steps": 1}, r"save_steps \(2\) must be equal to eval_steps \(1\)"),
-        ({"streaming": True, "epochs": 1}, "leave out streaming"),
+        ({"streaming": True, "max_steps": -1, "num_train_epochs": 1}, "leave out streaming"),
         ({"mix": {"a.txt": 0}}, "how often its rows are read"),
         ({"mix": {"a.txt": "much"}}, "how often its rows are read"),
-        ({"optimizer": "adamw"}, "optimizer"),
-        ({"scheduler_options": {"no_such": 1}}, "scheduler_options do not fit cosine"),
-        ({"scheduler": "cosine_with_restarts", "scheduler_options": {"num_cycles": "abc"}}, "scheduler_options do not"),
-        ({"scheduler": "constant", "scheduler_options": {"num_cycles": 1}}, "constant has none"),
-        ({"scheduler": "polynomial", "lr": 1e-4, "scheduler_options": {"lr_end": 5e-4}}, "scheduler_options do not"),
-        ({"push_to": "nobody"}, "write user/name"),
+        ({"optim": "adamw"}, "optim: 'adamw' is not one of"),
+        ({"lr_scheduler_kwargs": {"no_such": 1}}, "lr_scheduler_kwargs do not fit cosine"),
+        (
+            {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": "abc"}},
+            "lr_scheduler_kwargs do not",
+        ),
+        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"num_cycles": 1}}, "constant has none"),
+        (
+            {"lr_scheduler_type": "polynomial", "learning_rate": 1e-4, "lr_scheduler_kwargs": {"lr_end": 5e-4}},
+            "lr_scheduler_kwargs do not",
+        ),
+        ({"hub_model_id": "no body"}, "write user/name"),
     ],
 )
-def test_mistakes(recipe: Recipe, keys: dict[str, Any], said: str) -> None:
+def test_mistakes(recipe: DistillConfig, keys: dict[str, Any], said: str) -> None:
     with pytest.raises(RetrofitError, match=said):
         check_recipe(changed(recipe, **keys))

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import retrofit
+from distill.config import DistillConfig
 from distill.data.rows import PackedRows
 from distill.local_fit import LocalFit
-from distill.recipe import Recipe
 from patches.errors import RetrofitError
 from retrofit.evaluation.baselines import window_only
 from tests.distill.test_trainer import losses, make_trainer, memory
@@ -108,7 +108,7 @@ def test_resuming_in_any_stage_is_bit_equal(
     stopped_at: int, make_base: MakeBase, rows: PackedRows, tmp_path: Path
 ) -> None:
     """In the first stage, between the stages, and in the second."""
-    settings = {"local_steps": 3, "max_steps": 6, "local_lr": 3e-2, "save_steps": 1}
+    settings = {"local_steps": 3, "max_steps": 6, "local_learning_rate": 3e-2, "save_steps": 1}
 
     def model() -> Any:
         base = make_base("Qwen2")
@@ -162,10 +162,10 @@ def test_rows_within_the_window_teach_nothing(make_base: MakeBase) -> None:
 
 def test_more_local_steps_than_steps_are_refused(make_base: MakeBase, rows: PackedRows, tmp_path: Path) -> None:
     with pytest.raises(RetrofitError, match="local_steps: 5 is more than the 4 steps"):
-        Recipe(steps=4, local_steps=5)
+        DistillConfig(max_steps=4, local_steps=5)
     model = retrofit.patch(make_base("Qwen2"), "joint", W, S)
-    with pytest.raises(RetrofitError, match="the run has only 4 steps"):
-        make_trainer(model, rows, tmp_path, local_steps=5, max_steps=4).train()
+    with pytest.raises(RetrofitError, match="the run has only 6 steps"):
+        make_trainer(model, rows, tmp_path, local_steps=7, max_steps=-1, num_train_epochs=1).train()
     with pytest.raises(RetrofitError, match="lr_scheduler_type='reduce_lr_on_plateau' does not work"):
         make_trainer(
             model,

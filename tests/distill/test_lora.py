@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import retrofit
 from distill import distill
+from distill.config import DistillConfig
 from distill.lora import add_lora, lora_layers, lora_off, merge_lora
 from distill.objective import teacher_states
-from distill.recipe import Recipe
 from patches.errors import RetrofitError
 from retrofit.evaluation.baselines import window_only
 from retrofit.fingerprint import fingerprint
@@ -70,9 +70,15 @@ def test_merged_it_computes_the_same(model: PreTrainedModel) -> None:
 def test_a_run_writes_both_adapters(
     checkpoint: Path, text_file: Path, tmp_path: Path, make_base: Callable[..., PreTrainedModel]
 ) -> None:
-    settings = {"window": 6, "sinks": 2, "seq_len": 40, "eval_rows": 4, "lora": {"r": 2, "target_modules": ["q_proj"]}}
+    settings = {
+        "window": 6,
+        "sinks": 2,
+        "max_length": 40,
+        "eval_rows": 4,
+        "lora": {"r": 2, "target_modules": ["q_proj"]},
+    }
     places = {"base": str(checkpoint), "data": str(text_file), "save_steps": 2}
-    whole = Recipe(**places, **settings, output=str(tmp_path / "whole"), steps=4)
+    whole = DistillConfig(**places, **settings, output_dir=str(tmp_path / "whole"), max_steps=4)
     base = AutoModelForCausalLM.from_pretrained(checkpoint)
     before = checksum(base)
     distill(whole)
@@ -90,7 +96,7 @@ def test_a_run_writes_both_adapters(
         shutil.rmtree(again / name)
     last = again / "checkpoint-4" / "lora" / "adapter_model.safetensors"
     last.write_bytes(last.read_bytes()[:50])  # and its third and fourth were written badly
-    resumed = distill(Recipe(**places, **settings, output=str(again), steps=4), resume=True)
+    resumed = distill(DistillConfig(**places, **settings, output_dir=str(again), max_steps=4), resume=True)
     assert [row["kl"] for row in resumed["rows"]] == [row["kl"] for row in metrics["rows"]]
     for folder in ("adapter", "lora"):
         name = "adapter_model.safetensors"

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, training_args
 
-from distill import DistillArguments, offload
+from distill import DistillConfig, offload
 from distill.data.rows import PackedRows
 from distill.dry_run import plan
 from distill.objective import Objective
 from distill.preflight import check_recipe
-from distill.recipe import Recipe
 from distill.simulate import checkpoint_layers
 from patches.errors import RetrofitError
 from tests.distill.one_step import CONFIG
@@ -83,7 +82,7 @@ def test_a_run_through_main_memory_resumes(
     expected = run(make_base, rows, tmp_path / "plain")
     assert not sent
     for last in ("", "checkpoint-2"):
-        found = run(make_base, rows, tmp_path / "run", last, activation_offload=True)
+        found = run(make_base, rows, tmp_path / "run", last, activation_offloading=True)
         assert sent
         sent.clear()
         for name, number in found.items():
@@ -109,9 +108,11 @@ def test_a_compiled_run_and_its_resumption(
 
 def test_what_is_elsewhere_is_not_counted(tmp_path: Path) -> None:
     Qwen2Config(**{**CONFIG, "vocab_size": 64}).save_pretrained(tmp_path / "base")
-    shape = {"base": str(tmp_path / "base"), "window": 480, "sinks": 32, "seq_len": 1024, "steps": 2}
+    shape = {"base": str(tmp_path / "base"), "window": 480, "sinks": 32, "max_length": 1024, "max_steps": 2}
     here, layers, away, both = (
-        plan(Recipe(**shape, gradient_checkpointing=checkpointing, activation_offload=offloading)).activation_bytes
+        plan(
+            DistillConfig(**shape, gradient_checkpointing=checkpointing, activation_offloading=offloading)
+        ).activation_bytes
         for offloading in (False, True)
         for checkpointing in (False, True)
     )
@@ -125,14 +126,14 @@ def test_compiling_does_not_switch_tf32_on(tmp_path: Path, monkeypatch: pytest.M
         training_args, "enable_tf32", lambda on: torch.set_float32_matmul_precision("high" if on else "highest")
     )
     before = torch.get_float32_matmul_precision()
-    DistillArguments(output_dir=str(tmp_path), torch_compile=True, use_cpu=True)
+    DistillConfig(output_dir=str(tmp_path), torch_compile=True, use_cpu=True)
     assert torch.get_float32_matmul_precision() == before == "highest"
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"activation_offload": True, "segment": 8}, "activation_offload does not go with segment=8"),
+        ({"activation_offloading": True, "segment": 8}, "activation_offloading does not go with segment=8"),
         ({"torch_compile": True, "segment": 8}, "torch_compile does not go with segment=8"),
         ({"torch_compile": True, "local_steps": 1}, "local_steps=1"),
         ({"torch_compile": True, "window_sampling": "ahn"}, "window_sampling=ahn"),
@@ -143,7 +144,7 @@ def test_what_does_not_go_together(
     settings: dict[str, Any], said: str, model: Any, rows: PackedRows, tmp_path: Path
 ) -> None:
     with pytest.raises(RetrofitError, match=said):
-        check_recipe(Recipe(**settings))
+        check_recipe(DistillConfig(**settings))
     with pytest.raises(RetrofitError, match=said):
         make_trainer(model, rows, tmp_path, **settings)
 

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
-from distill.recipe import Recipe, load_recipe, shipped_recipes
+from distill.config import DistillConfig, load_recipe
+from distill.recipe import shipped_recipes
 from patches.errors import RetrofitError
+from retrofit.settings import settings
 
 
 def write(folder: Path, text: str) -> Path:
@@ -18,10 +21,9 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_a_file_and_its_dictionary_give_the_same_recipe(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path, "memory: ahn-dn\nwindow: 16\nlayers: [0, 2]\nlr: 3e-2\nwarmup: 10\n"))
-    assert (recipe.memory, recipe.window, recipe.layers, recipe.lr, recipe.warmup) == ("ahn-dn", 16, [0, 2], 0.03, 10.0)
-    assert isinstance(recipe.warmup, float)
-    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    recipe = load_recipe(write(tmp_path, "memory: ahn-dn\nwindow: 16\nlayers: [0, 2]\nlearning_rate: 3e-2\n"))
+    assert (recipe.memory, recipe.window, recipe.layers, recipe.learning_rate) == ("ahn-dn", 16, [0, 2], 0.03)
+    assert DistillConfig.from_dict(recipe.to_recipe()) == recipe
 
 
 @pytest.mark.parametrize(
@@ -32,9 +34,9 @@ def test_a_file_and_its_dictionary_give_the_same_recipe(tmp_path: Path) -> None:
         ("window: 1.5", "window: 1.5 is not a whole number"),
         ("window: true", "window: True is not a whole number"),
         ("sinks: -1", "sinks: -1 is out of range"),
-        ("lr: fast", "lr: 'fast' is not a number"),
-        ("lr: .nan", "lr: nan is out of range"),
-        ("lr: 0", "lr: 0.0 is out of range, it must be more than 0"),
+        ("learning_rate: fast", "learning_rate: 'fast' is not a number"),
+        ("learning_rate: .nan", "learning_rate: nan is out of range"),
+        ("learning_rate: 0", "learning_rate: 0 is out of range, it must be more than 0"),
         ("holdout: 1.0", "holdout: 1.0 is out of range"),
         ("by_layer: {0: {window: 8}, '0': {window: 9}}", "names something twice"),
         ("layers: 3", "layers: 3 is not a list of whole numbers"),
@@ -42,8 +44,8 @@ def test_a_file_and_its_dictionary_give_the_same_recipe(tmp_path: Path) -> None:
         ("options: [a]", "options: ['a'] is not a mapping"),
         ("options: {window: 4}", "options: 'window' is not an option of a memory"),
         ("window_sampling: anh", "window_sampling: 'anh' is not one of fixed, ahn (did you mean 'ahn'?)"),
-        ("window: 600", "seq_len: 512 tokens never leave a window of 600"),
-        ("window: 600\nwindow_sampling: ahn", "seq_len: 512 tokens never leave a window of 600"),
+        ("window: 600", "max_length: 512 tokens never leave a window of 600"),
+        ("window: 600\nwindow_sampling: ahn", "max_length: 512 tokens never leave a window of 600"),
         ("data_format: chta", "data_format: 'chta' is not one of auto, text, chat (did you mean 'chat'?)"),
         ("max_samples: 0", "max_samples: 0 is out of range"),
         ("max_samples: true", "max_samples: True is not a whole number"),
@@ -54,8 +56,13 @@ def test_a_file_and_its_dictionary_give_the_same_recipe(tmp_path: Path) -> None:
         ("seed: -1", "seed: -1 is out of range"),
         ("seed: 4294967296", "seed: 4294967296 is out of range, it must be 0 or more and at most 4294967295"),
         ("temperature: 1e300", "temperature: 1e+300 is out of range"),
-        ("steps: 9223372036854775807", "steps: 9223372036854775807 is out of range, it must be at most 2147483647"),
-        ("steps: 1\nsteps: 2", "'steps' is given twice"),
+        ("max_steps: 9223372036854775807", "it must be at most 2147483647"),
+        ("max_steps: 1\nmax_steps: 2", "'max_steps' is given twice"),
+        ("lr: 1\nsteps: 2", "'lr' is called 'learning_rate', 'steps' is called 'max_steps': rename it"),
+        ("optim: adamv", "optim: 'adamv' is not one of"),
+        ("hub_strategy: often", "hub_strategy: 'often' is not one of end, every_save"),
+        ("adam_beta1: many", "adam_beta1: 'many' is not a number"),
+        ("label_names: [3]", "label_names: [3] is not a list"),
         ("- 1", "a recipe is a mapping of keys to values, this is a list"),
         ("window: [", "not a YAML file"),
     ],
@@ -82,7 +89,19 @@ def test_shipped_recipes_are_valid(name: str) -> None:
 @pytest.mark.parametrize("given", [{}, {"base": "b"}, {"base": "b", "data": "d"}])
 def test_what_is_left_open_is_asked_for(given: dict[str, Any]) -> None:
     with pytest.raises(RetrofitError, match=r"the recipe has no '\w+': set it"):
-        Recipe(**given).places()
+        DistillConfig(**given).places()
+
+
+def test_every_field_of_transformers_may_stand_in_a_recipe() -> None:
+    fields = settings(TrainingArguments)
+    assert len(fields) > 80
+    known = settings(DistillConfig)
+    for name in fields:
+        assert name in known
+    made = DistillConfig.from_dict({name: known[name].default for name in fields})
+    assert made == DistillConfig()
+    assert DistillConfig.from_dict(DistillConfig(adam_beta1=0.5, hub_token="secret").to_recipe()).adam_beta1 == 0.5
+    assert "secret" not in str(DistillConfig(hub_token="secret").to_recipe())
 
 
 def test_reading_a_recipe_does_not_import_torch() -> None:

@@ -21,7 +21,8 @@ from distill import DistillTrainer, distill
 from distill import run as distill_run
 from distill.callbacks import ShowProgress
 from distill.checkpoint import checkpoints, damage, write_checksums
-from distill.recipe import Recipe
+from distill.config import DistillConfig
+from distill.recipe import DistillKeys
 from distill.resume import last_whole
 from patches.errors import RetrofitError
 from patches.options import LARGEST
@@ -34,8 +35,8 @@ MakeBase = Callable[..., PreTrainedModel]
 ROWS = ["teacher", "window-only", "window-only, equal memory", "ahn-gdn"]
 
 
-def changed(recipe: Recipe, **values: Any) -> Recipe:
-    return Recipe.from_dict({**recipe.to_dict(), **values})
+def changed(recipe: DistillConfig, **values: Any) -> DistillConfig:
+    return DistillConfig.from_dict({**recipe.to_recipe(), **values})
 
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGINT) -> None:
@@ -52,7 +53,7 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.S
 
 @pytest.mark.parametrize(("batch", "accumulated"), [(100_000, 1), (30, 1), (20, 3)])
 def test_the_speed_counts_the_rows_that_each_step_reads(
-    batch: int, accumulated: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    batch: int, accumulated: int, recipe: DistillConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, told, step = [0], [], DistillTrainer.training_step
 
@@ -65,14 +66,14 @@ def test_the_speed_counts_the_rows_that_each_step_reads(
 
     monkeypatch.setattr(DistillTrainer, "training_step", training_step)
     monkeypatch.setattr(ShowProgress, "on_log", on_log)
-    distill(changed(recipe, steps=4, batch_size=batch, gradient_accumulation_steps=accumulated))
+    distill(changed(recipe, max_steps=4, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulated))
     assert told[-1][1] > 0
     assert all(shown == real for shown, real in told), told
 
 
-def test_a_run_writes_everything(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_everything(recipe: DistillConfig, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = distill(recipe)
-    run = Path(str(recipe.output))
+    run = Path(str(recipe.output_dir))
     names = {"adapter", "model", "metrics.json", "log.jsonl", "recipe.yaml", "run.json", "checkpoint-4", "checkpoint-6"}
     assert {path.name for path in run.iterdir()} == names
     assert json.loads((run / "metrics.json").read_text()) == metrics
@@ -110,27 +111,86 @@ def test_a_run_writes_everything(recipe: Recipe, capsys: pytest.CaptureFixture[s
     assert exported.config.memory["window"] == 6
 
 
+def test_a_recipe_written_from_memory_of_trl_runs_at_once(recipe: DistillConfig) -> None:
+    """Every key after the first three is one of TRL's SFTConfig, as its examples write it."""
+    text = f"""
+base: {recipe.base}
+data: {recipe.data}
+window: 6
+output_dir: {recipe.output_dir}
+max_length: 40
+packing: true
+learning_rate: 2.0e-3
+num_train_epochs: 1
+per_device_train_batch_size: 8
+per_device_eval_batch_size: 4
+gradient_accumulation_steps: 2
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {{use_reentrant: false}}
+activation_offloading: false
+lr_scheduler_type: linear
+warmup_steps: 2
+weight_decay: 0.01
+adam_beta1: 0.8
+adam_beta2: 0.95
+max_grad_norm: 0.3
+optim: adamw_torch
+bf16: true
+seed: 42
+data_seed: 7
+eval_strategy: steps
+eval_steps: 2
+save_strategy: epoch
+save_total_limit: 1
+logging_steps: 2
+logging_first_step: true
+dataloader_num_workers: 1
+dataloader_drop_last: true
+report_to: [none]
+push_to_hub: false
+remove_unused_columns: false
+"""
+    metrics = distill(DistillConfig.from_dict(yaml.safe_load(text)))
+    run = Path(str(recipe.output_dir))
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-4"]  # of 67 rows
+    optimizer = torch.load(run / "checkpoint-4" / "optimizer.pt")["param_groups"][0]
+    assert (optimizer["betas"], optimizer["initial_lr"]) == ((0.8, 0.95), 2e-3)
+    assert [entry["step"] for entry in metrics["curve"] if "loss" in entry] == [1, 2, 4]
+    assert [entry["step"] for entry in metrics["curve"] if "eval_kl" in entry] == [2, 4]
+    again = DistillConfig.from_dict(yaml.safe_load((run / "recipe.yaml").read_text()))
+    assert again.to_recipe() == DistillConfig.from_dict(yaml.safe_load(text)).to_recipe()
+    assert distill(again, resume=True)["rows"][-1]["kl"] == metrics["rows"][-1]["kl"]
+
+
+def test_a_run_begun_with_other_names_is_refused(recipe: DistillConfig) -> None:
+    run = Path(str(recipe.output_dir))
+    run.mkdir()
+    (run / "recipe.yaml").write_text("lr: 0.1\nsteps: 3\n")
+    with pytest.raises(RetrofitError, match=r"recipe.yaml: 'lr' is called 'learning_rate', 'steps' is called 'max_st"):
+        distill(recipe, resume=True)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_and_resuming_gives_the_same_result(
-    recipe: Recipe,
+    recipe: DistillConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     number: int,
 ) -> None:
-    whole = distill(changed(recipe, output=str(tmp_path / "whole")))
+    whole = distill(changed(recipe, output_dir=str(tmp_path / "whole")))
     with monkeypatch.context() as patched:
         signal_at(patched, 2, number)
         with pytest.raises(SystemExit) as stopped:
             distill(recipe)
-    run = Path(str(recipe.output))
+    run = Path(str(recipe.output_dir))
     assert stopped.value.code == 130
     assert [path.name for path in checkpoints(run)] == ["checkpoint-3"]
     assert not (run / "adapter").exists()
     assert f"retrofit distill {run / 'recipe.yaml'} --resume" in capsys.readouterr().err.replace("\n", "")
     assert signal.getsignal(number) is not None
 
-    resumed = distill(Recipe.from_dict(yaml.safe_load((run / "recipe.yaml").read_text())), resume=True)
+    resumed = distill(DistillConfig.from_dict(yaml.safe_load((run / "recipe.yaml").read_text())), resume=True)
     for before, after in zip(whole["rows"], resumed["rows"], strict=True):
         assert {**before, "seconds": 0} == {**after, "seconds": 0}
     losses = [[entry["loss"] for entry in m["curve"] if "loss" in entry] for m in (whole, resumed)]
@@ -138,35 +198,35 @@ def test_a_signal_leaves_a_checkpoint_and_resuming_gives_the_same_result(
     assert [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()] == resumed["curve"]
 
 
-def test_a_finished_run_resumes_to_its_results(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_resumes_to_its_results(recipe: DistillConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     first = distill(recipe)
     monkeypatch.setattr(DistillTrainer, "train", pytest.fail)
     again = distill(recipe, resume=True)
     assert [{**row, "seconds": 0} for row in again["rows"]] == [{**row, "seconds": 0} for row in first["rows"]]
 
 
-def test_another_run_is_not_replaced_unless_asked(recipe: Recipe) -> None:
-    run = Path(str(recipe.output))
+def test_another_run_is_not_replaced_unless_asked(recipe: DistillConfig) -> None:
+    run = Path(str(recipe.output_dir))
     run.mkdir()
     (run / "note.txt").write_text("mine")
     with pytest.raises(RetrofitError, match="already holds something"):
         distill(recipe)
     assert [path.name for path in run.iterdir()] == ["note.txt"]
-    distill(changed(recipe, steps=2), overwrite=True)
-    distill(changed(recipe, steps=1), overwrite=True)
+    distill(changed(recipe, max_steps=2), overwrite=True)
+    distill(changed(recipe, max_steps=1), overwrite=True)
     assert [path.name for path in checkpoints(run)] == ["checkpoint-1"]
     assert (run / "note.txt").read_text() == "mine"
 
 
 def test_a_run_keeps_its_folder_from_its_first_moment_to_its_last(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    recipe: DistillConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the base is loaded, and while the results are written."""
     fork, codes = multiprocessing.get_context("fork"), []
 
     def asked(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            other = fork.Process(target=lambda: only_writer(str(recipe.output)).__enter__())
+            other = fork.Process(target=lambda: only_writer(str(recipe.output_dir)).__enter__())
             other.start()
             other.join()
             codes.append(other.exitcode)
@@ -176,13 +236,13 @@ def test_a_run_keeps_its_folder_from_its_first_moment_to_its_last(
 
     for name in ("load_rows", "export_model"):
         monkeypatch.setattr(f"distill.run.{name}", asked(getattr(distill_run, name)))
-    distill(changed(recipe, steps=1))
+    distill(changed(recipe, max_steps=1))
     assert codes == [1, 1]
     asked(int)()
     assert codes[-1] == 0
 
 
-def test_resuming_on_another_base_is_refused(recipe: Recipe, make_base: Callable[..., PreTrainedModel]) -> None:
+def test_resuming_on_another_base_is_refused(recipe: DistillConfig, make_base: Callable[..., PreTrainedModel]) -> None:
     distill(recipe)
     other = make_base("Llama")
     with torch.no_grad():
@@ -193,12 +253,13 @@ def test_resuming_on_another_base_is_refused(recipe: Recipe, make_base: Callable
         distill(recipe, resume=True)
 
 
-def test_resuming_with_other_settings_is_refused(recipe: Recipe) -> None:
-    distill(changed(recipe, steps=1))
-    with pytest.raises(RetrofitError, match=r"other settings: steps \(was 1\), lr \(was 0.01\)"):
-        distill(changed(recipe, steps=2, lr=0.1), resume=True)
+def test_resuming_with_other_settings_is_refused(recipe: DistillConfig) -> None:
+    distill(changed(recipe, max_steps=1))
+    said = r"other settings: max_steps \(was 1\), learning_rate \(was 0.01\)"
+    with pytest.raises(RetrofitError, match=said):
+        distill(changed(recipe, max_steps=2, learning_rate=0.1), resume=True)
     with pytest.raises(RetrofitError, match="there is no run to resume"):
-        distill(changed(recipe, output=str(recipe.output) + "-other"), resume=True)
+        distill(changed(recipe, output_dir=str(recipe.output_dir) + "-other"), resume=True)
 
 
 FILES = [WEIGHTS, "adapter_config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
@@ -244,18 +305,20 @@ def test_a_listing_that_is_none(listing: Any, tmp_path: Path) -> None:
     assert "damaged" in damage(folder)
 
 
-def test_resuming_from_the_checkpoint_before_a_damaged_one(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = distill(changed(recipe, save_steps=2, steps=4))
-    run = Path(str(recipe.output))
+def test_resuming_from_the_checkpoint_before_a_damaged_one(
+    recipe: DistillConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = distill(changed(recipe, save_steps=2, max_steps=4))
+    run = Path(str(recipe.output_dir))
     (run / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
-    again = distill(changed(recipe, save_steps=2, steps=4), resume=True)
+    again = distill(changed(recipe, save_steps=2, max_steps=4), resume=True)
     assert "going back to the one before it" in capsys.readouterr().err
     assert [{**row, "seconds": 0} for row in again["rows"]] == [{**row, "seconds": 0} for row in whole["rows"]]
 
 
 @pytest.mark.parametrize("content", ["{[", "[1]", "stebs: 3"])
-def test_a_damaged_recipe_of_the_run_is_one_sentence(recipe: Recipe, content: str) -> None:
-    run = Path(str(recipe.output))
+def test_a_damaged_recipe_of_the_run_is_one_sentence(recipe: DistillConfig, content: str) -> None:
+    run = Path(str(recipe.output_dir))
     run.mkdir()
     (run / "recipe.yaml").write_text(content)
     with pytest.raises(RetrofitError, match=r"recipe\.yaml: "):
@@ -263,54 +326,70 @@ def test_a_damaged_recipe_of_the_run_is_one_sentence(recipe: Recipe, content: st
 
 
 @pytest.mark.parametrize("what", ["base", "data"])
-def test_a_run_does_not_replace_what_it_reads(recipe: Recipe, what: str) -> None:
+def test_a_run_does_not_replace_what_it_reads(recipe: DistillConfig, what: str) -> None:
     read = Path(str(getattr(recipe, what)))
     with pytest.raises(RetrofitError, match="which is an input"):
-        distill(changed(recipe, output=str(read if read.is_dir() else read.parent)), overwrite=True)
+        distill(changed(recipe, output_dir=str(read if read.is_dir() else read.parent)), overwrite=True)
     assert read.exists()
 
 
-def test_weights_that_are_not_finite_after_the_last_step_are_not_exported(recipe: Recipe) -> None:
-    one = changed(recipe, warmup=0.0, steps=1)
-    object.__setattr__(one, "lr", 1e300)  # which no recipe may say
+def test_weights_that_are_not_finite_after_the_last_step_are_not_exported(recipe: DistillConfig) -> None:
+    one = changed(recipe, warmup_steps=0.0, max_steps=1)
+    object.__setattr__(one, "learning_rate", 1e300)  # which no recipe may say
     with pytest.raises(RetrofitError, match="weights are not finite after step 1"):
         distill(one)
-    assert {path.name for path in Path(str(recipe.output)).iterdir()} <= {"log.jsonl", "recipe.yaml", "run.json"}
+    assert {path.name for path in Path(str(recipe.output_dir)).iterdir()} <= {"log.jsonl", "recipe.yaml", "run.json"}
 
 
 # settings that say how much there is to do, in what portions or from what, not how: no number is computed with them
-FIXED = ("window", "sinks", "seq_len", "min_length", "holdout", "steps", "epochs", "local_steps", "workers", "segment")
+FIXED = (
+    "window",
+    "sinks",
+    "max_length",
+    "min_length",
+    "holdout",
+    "max_steps",
+    "num_train_epochs",
+    "local_steps",
+    "dataloader_num_workers",
+    "segment",
+)
 FIXED += ("segments_back", "patience")
 
 
 @pytest.mark.parametrize("end", ["least", "most"])
-def test_a_step_at_the_limits_of_every_number(recipe: Recipe, end: str) -> None:
+def test_a_step_at_the_limits_of_every_number(recipe: DistillConfig, end: str) -> None:
     """What a recipe may say can be run: no number that is let in ends in infinities."""
-    numbers = {name: key for name, key in settings(Recipe).items() if key.kind in (int, float) and name not in FIXED}
+    numbers = {
+        name: key for name, key in settings(DistillKeys).items() if key.kind in (int, float) and name not in FIXED
+    }
     lowest = {name: 1e-300 if key.least is None else key.least for name, key in numbers.items()}
-    highest = {name: key.most or LARGEST for name, key in numbers.items()} | {"adam_beta2": 1 - 1e-16, "warmup": 0}
+    highest = {name: key.most or LARGEST for name, key in numbers.items()} | {
+        "adam_beta2": 1 - 1e-16,
+        "warmup_steps": 0,
+    }
     values = {"least": lowest, "most": highest}[end]
-    metrics = distill(changed(recipe, steps=1, **{n: numbers[n].kind(value) for n, value in values.items()}))
+    metrics = distill(changed(recipe, max_steps=1, **{n: numbers[n].kind(value) for n, value in values.items()}))
     assert all(math.isfinite(row["nll"]) for row in metrics["rows"])
 
 
-def test_a_first_step_that_fails_leaves_nothing(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_step_that_fails_leaves_nothing(recipe: DistillConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RetrofitError("the loss is nan")
 
-    distill(changed(recipe, steps=1))
-    run = Path(str(recipe.output))
+    distill(changed(recipe, max_steps=1))
+    run = Path(str(recipe.output_dir))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     monkeypatch.setattr(DistillTrainer, "training_step", fail)
     for output in (run, run.parent / "new" / "run"):
         with pytest.raises(RetrofitError, match="the loss is nan"):
-            distill(changed(recipe, output=str(output)), overwrite=True)
+            distill(changed(recipe, output_dir=str(output)), overwrite=True)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert not (run.parent / "new").exists()
 
 
 def test_a_run_says_that_it_compiles(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: DistillConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before its first step, which takes so long that nothing seems to happen."""
 
@@ -324,23 +403,23 @@ def test_a_run_says_that_it_compiles(
         assert ("compiling: the first step takes minutes" in capsys.readouterr().err) is compiled
 
 
-def test_drafts_of_a_killed_run_are_cleaned(recipe: Recipe) -> None:
-    run = Path(str(recipe.output))
-    distill(changed(recipe, steps=1))
+def test_drafts_of_a_killed_run_are_cleaned(recipe: DistillConfig) -> None:
+    run = Path(str(recipe.output_dir))
+    distill(changed(recipe, max_steps=1))
     names = {path.name for path in run.iterdir()}
     for name in (".model.abcd_123.retrofit", ".adapter.x1.retrofit", ".saving"):
         (run / name).mkdir()
-    distill(changed(recipe, steps=1), resume=True)
+    distill(changed(recipe, max_steps=1), resume=True)
     assert {path.name for path in run.iterdir()} == names
 
 
-def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(recipe: Recipe) -> None:
+def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(recipe: DistillConfig) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(recipe.base))
     tokenizer.add_tokens(["w200", "w201"])
     tokenizer.save_pretrained(str(recipe.base))
     with pytest.raises(RetrofitError, match="the tokenizer has ids up to 102, the base has embeddings for 101 tokens"):
         distill(recipe)
-    assert not Path(str(recipe.output)).exists()
+    assert not Path(str(recipe.output_dir)).exists()
 
 
 BAD = {
@@ -348,14 +427,14 @@ BAD = {
     "no such data": ({"data": "no/such/file.txt"}, "no file or folder"),
     "no such memory": ({"memory": "ahn-gnd"}, "did you mean 'ahn-gdn'"),
     "no such option": ({"options": {"decay": 1}}, "option 'decay'"),
-    "too short": ({"seq_len": 2000}, "holds 3001 tokens"),
+    "too short": ({"max_length": 2000}, "holds 3001 tokens"),
     "nothing to train": ({"memory": "none"}, "has nothing to fit"),
 }
 
 
 @pytest.mark.parametrize(("values", "said"), BAD.values(), ids=BAD)
-def test_bad_input_is_one_sentence_and_leaves_nothing(recipe: Recipe, values: dict[str, Any], said: str) -> None:
+def test_bad_input_is_one_sentence_and_leaves_nothing(recipe: DistillConfig, values: dict[str, Any], said: str) -> None:
     with pytest.raises(RetrofitError) as error:
         distill(changed(recipe, **values))
     assert said in str(error.value)
-    assert not Path(str(recipe.output)).exists()
+    assert not Path(str(recipe.output_dir)).exists()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import distill.model as distill_model
 import retrofit
 from distill import distill
-from distill.recipe import Recipe
+from distill.config import DistillConfig
 from distill.run import how_to_resume
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS
@@ -22,11 +22,16 @@ from tests.distill.test_run import MakeBase, changed, signal_at
 from tests.retrofit.test_convert import published, write_published
 
 
-def test_a_run_goes_on_from_an_adapter(recipe: Recipe, tmp_path: Path) -> None:
-    first = Path(str(recipe.output))
+def test_a_run_goes_on_from_an_adapter(recipe: DistillConfig, tmp_path: Path) -> None:
+    first = Path(str(recipe.output_dir))
     distill(recipe)
     again = changed(
-        recipe, init_adapter=str(first / "adapter"), output=str(tmp_path / "on"), window=5, lr=1e-12, steps=1
+        recipe,
+        init_adapter=str(first / "adapter"),
+        output_dir=str(tmp_path / "on"),
+        window=5,
+        learning_rate=1e-12,
+        max_steps=1,
     )
     distill(again)
     weights = [load_file(path / "adapter" / WEIGHTS) for path in (first, tmp_path / "on")]
@@ -35,12 +40,12 @@ def test_a_run_goes_on_from_an_adapter(recipe: Recipe, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "on" / "adapter" / "adapter_config.json").read_text())["memory"]["window"] == 5
 
 
-def test_a_run_goes_on_from_published_ahn_weights(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_published_ahn_weights(recipe: DistillConfig, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(str(recipe.base))
     theirs = published(base, "ahn-gdn")
     folder = write_published(tmp_path / "theirs", "ahn-gdn", theirs, base.config)
-    distill(changed(recipe, init_adapter=str(folder), lr=1e-12, steps=1))
-    ours = load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
+    distill(changed(recipe, init_adapter=str(folder), learning_rate=1e-12, max_steps=1))
+    ours = load_file(Path(str(recipe.output_dir)) / "adapter" / WEIGHTS)
     assert len(ours) == len(theirs) - 2  # the unused D of each layer
     for name, tensor in ours.items():
         key = published_name("ahn-gdn", name.removeprefix("base_model.model."))
@@ -56,7 +61,7 @@ def test_a_run_goes_on_from_published_ahn_weights(recipe: Recipe, tmp_path: Path
     ],
 )
 def test_an_adapter_of_something_else_is_refused(
-    recipe: Recipe, tmp_path: Path, make_base: MakeBase, values: dict[str, Any], said: str
+    recipe: DistillConfig, tmp_path: Path, make_base: MakeBase, values: dict[str, Any], said: str
 ) -> None:
     checkpoint = AutoModelForCausalLM.from_pretrained(str(recipe.base))
     retrofit.save_adapter(retrofit.patch(checkpoint, "ahn-gdn", 6, 2), tmp_path / "adapter")
@@ -73,20 +78,20 @@ def test_an_adapter_of_something_else_is_refused(
 @pytest.mark.parametrize(
     ("report_to", "said"),
     [
-        ("wandbb", "report_to: unknown 'wandbb' (did you mean 'wandb'?)"),
+        ("wandbb", "report_to: 'wandbb' is not one of none, all, "),
         ("none,mlflow", "report_to: 'mlflow' is not installed: pip install mlflow"),
     ],
 )
-def test_reporters_are_checked_before_anything_is_read(recipe: Recipe, report_to: str, said: str) -> None:
+def test_reporters_are_checked_before_anything_is_read(recipe: DistillConfig, report_to: str, said: str) -> None:
     with pytest.raises(RetrofitError) as error:
         distill(changed(recipe, report_to=report_to, data="nowhere.txt"))
     assert said in str(error.value)
 
 
-def test_a_run_reports_to_tensorboard(recipe: Recipe) -> None:
+def test_a_run_reports_to_tensorboard(recipe: DistillConfig) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    distill(changed(recipe, report_to="tensorboard", steps=1))
-    assert list(Path(str(recipe.output)).rglob("events.out.tfevents*"))
+    distill(changed(recipe, report_to="tensorboard", max_steps=1))
+    assert list(Path(str(recipe.output_dir)).rglob("events.out.tfevents*"))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def test_a_run_reports_to_tensorboard(recipe: Recipe) -> None:
     ],
 )
 def test_a_memory_that_calibrates_is_calibrated_once(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, memory: str, settings: dict[str, Any], what: str
+    recipe: DistillConfig, monkeypatch: pytest.MonkeyPatch, memory: str, settings: dict[str, Any], what: str
 ) -> None:
     """On the run's own rows, before the first step; a resumed run has it from its checkpoint."""
     recipe = changed(recipe, memory=memory, local_steps=3, **settings)
@@ -106,20 +111,20 @@ def test_a_memory_that_calibrates_is_calibrated_once(
     monkeypatch.setattr(distill_model, "calibrate", lambda model, texts: (shown.append(texts), calibrate(model, texts)))
     distill(recipe)
     assert len(shown) == 1
-    assert sum(text.shape[1] for text in shown[0]) >= recipe.seq_len
-    whole = load_file(Path(str(recipe.output)) / "adapter" / WEIGHTS)
+    assert sum(text.shape[1] for text in shown[0]) >= recipe.max_length
+    whole = load_file(Path(str(recipe.output_dir)) / "adapter" / WEIGHTS)
     measured = [tensor for name, tensor in whole.items() if name.endswith(what)]
     assert measured
     assert all(tensor.any() for tensor in measured)
 
-    again = changed(recipe, output=str(recipe.output) + "-again")
+    again = changed(recipe, output_dir=str(recipe.output_dir) + "-again")
     signal_at(monkeypatch, 4)
     with pytest.raises(SystemExit):
         distill(again)
     monkeypatch.undo()
     monkeypatch.setattr("distill.run.calibrate_on", lambda *_: pytest.fail("it was calibrated again"))
     distill(again, resume=True)
-    resumed = load_file(Path(str(again.output)) / "adapter" / WEIGHTS)
+    resumed = load_file(Path(str(again.output_dir)) / "adapter" / WEIGHTS)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 

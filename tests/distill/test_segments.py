@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from distill import full_attention
+from distill.config import DistillConfig
 from distill.objective import Objective
-from distill.recipe import Recipe, read_recipe
+from distill.recipe import read_recipe
 from distill.run import distill
 from distill.simulate import Tracker, checkpoint_layers
 from patches.errors import RetrofitError
@@ -200,15 +201,23 @@ def test_nothing_of_a_step_stays_behind(make: Any, checkpointing: bool) -> None:
 
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(RetrofitError, match="go with segment"):
-        Recipe(segments_back=2)
+        DistillConfig(segments_back=2)
 
 
 def test_the_recipe_of_long_rows_runs_scaled_down(checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
     """The keys of the shipped recipe, with smaller numbers: segments, layers one by one, held-out rows in chunks."""
     shipped = read_recipe("qwen2.5-7b-ahn-gdn-131072")
-    smaller = {"base": str(checkpoint), "data": str(text_file), "output": str(tmp_path / "run"), "streaming": False}
-    smaller |= {"window": 28, "sinks": 4, "seq_len": 512, "segment": 16, "steps": 2, "eval_rows": 1, "dtype": "float32"}
+    smaller = {"base": str(checkpoint), "data": str(text_file), "output_dir": str(tmp_path / "run"), "streaming": False}
+    smaller |= {
+        "window": 28,
+        "sinks": 4,
+        "max_length": 512,
+        "segment": 16,
+        "max_steps": 2,
+        "eval_rows": 1,
+        "dtype": "float32",
+    }
     smaller |= {"eval_steps": 2, "save_steps": 2, "holdout": 0.2}
-    metrics = distill(Recipe.from_dict({**shipped, **smaller}))
+    metrics = distill(DistillConfig.from_dict({**shipped, **smaller}))
     kls = [entry["eval_kl"] for entry in metrics["curve"] if "eval_kl" in entry]
     assert kls[-1] == pytest.approx(metrics["rows"][-1]["kl"], rel=1e-4)

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import retrofit
-from distill import DistillArguments, DistillTrainer
-from distill.arguments import CHECKPOINTING
+from distill import DistillConfig, DistillTrainer
 from distill.checkpoint import checkpoints
+from distill.config import CHECKPOINTING
 from distill.data.rows import DocumentRows, PackedRows, text_item
 from distill.data.split import load_rows
 from patches.errors import RetrofitError
@@ -32,12 +32,11 @@ def make_trainer(model: Model, rows: Any, folder: Path, callbacks: Any = None, *
         "per_device_train_batch_size": 4,
         "logging_steps": 1,
         "save_steps": 2,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "report_to": "none",
+        "save_total_limit": None,
+        "eval_strategy": "no",
         "use_cpu": True,
     }
-    return DistillTrainer(model, DistillArguments(**{**defaults, **settings}), rows, rows.head(5), callbacks=callbacks)
+    return DistillTrainer(model, DistillConfig(**{**defaults, **settings}), rows, rows.head(5), callbacks=callbacks)
 
 
 def lengths_of(*lengths: int) -> DocumentRows:
@@ -327,7 +326,7 @@ def test_conversations_of_any_length_are_trained_on(
     base = make_base("Qwen2", vocab_size=len(chat_tokenizer))
     model = retrofit.patch(base, memory="ahn-gdn", window=44, sinks=2)
     settings = {"max_steps": 12, "per_device_train_batch_size": 2, "window_sampling": sampling, "output_dir": tmp_path}
-    args = DistillArguments(**settings, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True)
+    args = DistillConfig(**settings, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True)
     trainer = DistillTrainer(model, args, split.train, split.held_out, split.collator)
     trainer.train()
     assert any(losses(trainer))

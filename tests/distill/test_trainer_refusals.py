@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import retrofit
-from distill import DistillArguments, DistillTrainer
+from distill import DistillConfig, DistillTrainer
 from distill.data.rows import PackedRows
 from distill.lora import add_lora
 from distill.objective import Objective
@@ -41,7 +41,7 @@ def test_what_the_trainer_would_ignore_is_refused(
     environment: dict[str, str],
     said: str,
 ) -> None:
-    args = DistillArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, **settings)
+    args = DistillConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, **settings)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RetrofitError, match=f"DistillTrainer does not support {said}: "):
@@ -60,18 +60,18 @@ def test_what_the_trainer_would_ignore_is_refused(
 def test_what_does_not_go_with_fsdp_is_refused(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], processes: int, said: str
 ) -> None:
-    args = DistillArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, fsdp=True, **settings)
-    monkeypatch.setattr(DistillArguments, "world_size", processes)
+    args = DistillConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, fsdp=True, **settings)
+    monkeypatch.setattr(DistillConfig, "world_size", processes)
     with pytest.raises(RetrofitError, match=said):
         DistillTrainer(model, args)
 
 
-@pytest.mark.parametrize("asked", [{"lora": True}, {"segment": 8}, {"activation_offload": True}, {"local_steps": 1}])
+@pytest.mark.parametrize("asked", [{"lora": True}, {"segment": 8}, {"activation_offloading": True}, {"local_steps": 1}])
 def test_what_does_not_work_with_zero3_is_refused(model: Model, tmp_path: Path, asked: dict[str, Any]) -> None:
     (name,) = asked
     if asked.pop("lora", False):
         add_lora(model, {"r": 2})
-    args = DistillArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, **asked)
+    args = DistillConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, **asked)
     args.hf_deepspeed_config = SimpleNamespace(is_zero3=lambda: True)
     with pytest.raises(RetrofitError, match=f"^{name} does not work with ZeRO-3, .*: use zero2, or leave {name} out$"):
         refuse_unsupported(model, args)
@@ -163,5 +163,5 @@ def test_a_memory_that_cannot_follow_drawn_windows_is_refused_before_training(
 )
 def test_arguments_are_checked(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(RetrofitError) as error:
-        DistillArguments(**settings)
+        DistillConfig(**settings)
     assert said in str(error.value)

@@ -262,7 +262,7 @@ def test_there_is_nothing_to_train(make_base, kind):
     assert not KINDS[kind].trainable
     assert list(model.memory_parameters()) == []
     with pytest.raises(RetrofitError, match="no parameters to train"):
-        distill.DistillTrainer(model, distill.DistillArguments(output_dir="unused"))
+        distill.DistillTrainer(model, distill.DistillConfig(output_dir="unused"))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import Result
 
 import retrofit
+from distill.config import DistillConfig
 from distill.preflight import budgets
-from distill.recipe import Recipe
 from distill.simulate import step_bytes
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError
@@ -149,14 +149,14 @@ def test_from_the_command_to_an_export(byte_checkpoint: Path, tmp_path: Path, mo
 
 
 def test_a_recipe_that_is_distilled(byte_checkpoint: Path, tmp_path: Path) -> None:
-    from distill.recipe import load_recipe
+    from distill.config import load_recipe
 
     memory = {"memory": "joint", "window": 9, "sinks": 1, "by_layer": {"1": {"window": 4}}, "options": {"features": 6}}
     file = tmp_path / "need.yaml"
     file.write_text(write_memory(memory, "made by hand"))
     assert load_recipe(file).by_layer == memory["by_layer"]
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    few = ["--steps", "3", "--local-steps", "1", "--seq-len", "48", "--set", "eval_rows=2"]
+    few = ["--max-steps", "3", "--local-steps", "1", "--max-length", "48", "--eval-rows", "2"]
     line = ["distill", file, "--base", byte_checkpoint, "--data", tmp_path / "text.txt", *few]
     refused(run(*line, "--by-layer", "{1: {wndow: 3}}", "-o", tmp_path / "run"), "no option 'wndow'")
     refused(run(*line, "--by-layer", "{5: {window: 3}}", "-o", tmp_path / "run"), "5 is not a layer of this base")
@@ -172,18 +172,18 @@ def test_a_recipe_that_is_distilled(byte_checkpoint: Path, tmp_path: Path) -> No
     assert logits(model, tokens(1, 30)).isfinite().all()
 
 
-WIDE: dict[str, Any] = {"memory": "joint", "window": 600, "sinks": 4, "seq_len": 512}
+WIDE: dict[str, Any] = {"memory": "joint", "window": 600, "sinks": 4, "max_length": 512}
 
 
 def test_rows_are_longer_than_every_window(make_base: Callable[..., Any]) -> None:
     """A layer whose window holds whole rows would be exported as it began."""
-    recipe = Recipe.from_dict({**WIDE, "by_layer": {"1-3": {"window": 40}, "4": {"features": 6}}})
+    recipe = DistillConfig.from_dict({**WIDE, "by_layer": {"1-3": {"window": 40}, "4": {"features": 6}}})
     config = make_base("Llama", num_hidden_layers=5).config
-    assert budgets(replace(recipe, seq_len=606), config) == (44, 604)
+    assert budgets(replace(recipe, max_length=606), config) == (44, 604)
     with pytest.raises(RetrofitError, match=r"512 tokens never leave a window of 600 .* set 606 or more"):
         budgets(recipe, config)
     with pytest.raises(RetrofitError, match="never leave a window of 600"):
-        Recipe.from_dict({**WIDE, "by_layer": {"1": {"window": 700}, "4": {"features": 6}}})
+        DistillConfig.from_dict({**WIDE, "by_layer": {"1": {"window": 700}, "4": {"features": 6}}})
 
 
 @pytest.mark.parametrize(

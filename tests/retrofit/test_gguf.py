@@ -136,7 +136,7 @@ def test_every_verb_takes_a_file(tmp_path: Path) -> None:
     write_gguf(tiny_base("Llama"), file)
     text.write_text("".join(chr(3 + at * at % 28) for at in range(4000)))  # bytes that the vocabulary has
     sizes = ["--memory", "joint", "--window", "6", "--sinks", "2"]
-    small = [*sizes, "--seq-len", "32", "--steps", "2", "--batch-size", "1", "--eval-rows", "1"]
+    small = [*sizes, "--max-length", "32", "--max-steps", "2", "--per-device-train-batch-size", "1", "--eval-rows", "1"]
     data = ["--data", str(text)]
     for verb, *given in (
         ["distill", str(file), *data, *small, "--output", str(adapter.parent)],

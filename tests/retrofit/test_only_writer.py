@@ -38,7 +38,22 @@ def another_process(folder: Path) -> Iterator[Any]:
 
 
 def verbs(base: object, data: object, out: Path) -> dict[str, list[object]]:
-    learn = ["distill", base, "--data", data, "--window", 8, "--seq-len", 32, "--steps", 1, "--eval-rows", 2, "-o", out]
+    learn = [
+        "distill",
+        base,
+        "--data",
+        data,
+        "--window",
+        8,
+        "--max-length",
+        32,
+        "--max-steps",
+        1,
+        "--eval-rows",
+        2,
+        "-o",
+        out,
+    ]
     return {
         "distill": learn,
         "resume": [*learn, "--resume"],

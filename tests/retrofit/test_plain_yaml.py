@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.recipe import load_recipe
+from distill.config import load_recipe
 from patches.errors import RetrofitError
 from retrofit.options import pairs
 from retrofit.plain_yaml import dump_yaml, parse_yaml
@@ -74,7 +74,7 @@ def test_everything_else_is_text(text: str) -> None:
     assert text == "-" or pairs("--set", [f"a={text}"])["a"] == text
 
 
-@pytest.mark.parametrize("key", ["steps", "seq_len", "lr", "packing", "patience", "layers"])
+@pytest.mark.parametrize("key", ["max_steps", "max_length", "learning_rate", "packing", "patience", "layers"])
 @pytest.mark.parametrize("text", ["1:04", "1_000", "0b1", "yes", "off", "2001-01-01"])
 def test_a_key_that_wants_another_value_refuses_it(key: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(f"{key}: {text}\n")

@@ -124,7 +124,7 @@ def test_every_verb_takes_one(quantised: Any, tmp_path: Path, byte_tokenizer: Pr
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 80)
     base, text, run = (str(tmp_path / name) for name in ("quantised", "text.txt", "run"))
     window = ["--window", "8", "--sinks", "2"]
-    steps = ["--seq-len", "48", "--steps", "2", "--set", "eval_rows=2"]
+    steps = ["--max-length", "48", "--max-steps", "2", "--eval-rows", "2"]
     for verb in (
         ["distill", base, "--data", text, "--memory", "ahn-gdn", *window, *steps, "--output", run],
         ["generate", f"{run}/model", "--prompt", "the quick brown fox jumps", "--max-new-tokens", "2"],

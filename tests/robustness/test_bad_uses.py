@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 import retrofit
-from distill.recipe import Recipe
+from distill.config import DistillConfig
 from patches.errors import RetrofitError
 from retrofit.files import write_folder, write_text
 from retrofit.loading import load_base, load_config
@@ -33,7 +33,7 @@ SURROGATE = os.fsdecode(b"caf\xe9")
         ["patch", SURROGATE, "-o", "out"],
         ["patch", "base", "-o", SURROGATE],
         ["distill", "base", "--data", SURROGATE],
-        ["distill", "base", "--set", f"{SURROGATE}=1"],
+        ["distill", "base", "--option", f"{SURROGATE}=1"],
         ["recipes", "show", SURROGATE],
         [SURROGATE],
     ],
@@ -155,9 +155,9 @@ def test_a_model_that_was_patched_in_inference_mode_can_learn(kind: str, make_ba
 def test_a_key_that_is_misspelt() -> None:
     """One sentence with what was meant, without all the keys that there are, and without a file that there is not."""
     with pytest.raises(RetrofitError, match=r"^unknown key 'widow' \(did you mean 'window'\?\)$"):
-        Recipe.from_dict({"widow": 3}, "")
+        DistillConfig.from_dict({"widow": 3}, "")
     with pytest.raises(RetrofitError, match=r"^unknown key 'xyzzy': `retrofit distill --help`"):
-        Recipe.from_dict({"xyzzy": 3}, "")
+        DistillConfig.from_dict({"xyzzy": 3}, "")
     assert "error: window: 0 is out of range" in run("distill", "base", "--window", 0).stderr
     with pytest.raises(RetrofitError, match=r"^my.yaml: not a YAML file: .* in line 2$"):
         parse_yaml("a: 1\nb: [", "my.yaml")

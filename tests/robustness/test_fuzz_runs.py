@@ -19,10 +19,11 @@ from typer import BadParameter
 import retrofit
 from distill import resume
 from distill.checkpoint import damage, write_checksums
+from distill.config import load_recipe
 from distill.data.split import load_rows
 from distill.lora import add_lora, load_lora, save_lora
 from distill.parallel.zero import find_config
-from distill.recipe import Recipe, load_recipe, shipped_recipes
+from distill.recipe import DistillKeys, shipped_recipes
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.evaluation.benchmarks import load_benchmark
@@ -76,12 +77,12 @@ YAML = [
     "{" + ", ".join(f"k{i}: {i}" for i in range(20000)) + "}\n",
     "seed: " + "9" * 5000 + "\n",
     "seed: 1:99999:99\n",
-    "lr: 1e999\n",
-    "lr: .nan\n",
+    "learning_rate: 1e999\n",
+    "learning_rate: .nan\n",
     "%YAML 9.9\n---\na: 1\n",
     "a: 1\n---\nb: 2\n",
     "\x00",
-    "lr: *nothing\n",
+    "learning_rate: *nothing\n",
     "memory: kvm\noptions: {rows: .inf}\n",
     "memory: kvm\noptions: {chunk: [1]}\n",
     "memory: [kvm]\n",
@@ -93,7 +94,7 @@ def recipe_of(path: Path) -> None:
     recipe = load_recipe(path)
     find_kind(recipe.memory).read_options(recipe.options)
     find_config(recipe.deepspeed)
-    recipe.to_dict()
+    recipe.to_recipe()
 
 
 @pytest.mark.parametrize("text", YAML, ids=[text[:24] for text in YAML])
@@ -121,7 +122,7 @@ def test_a_recipe(name: str, tmp_path: Path) -> None:
 
 
 @share(0.04)
-@given(st.sampled_from([Recipe, Settings]), st.data())
+@given(st.sampled_from([DistillKeys, Settings]), st.data())
 def test_values_of_flags(of: Any, data: st.DataObject) -> None:
     """Any text after the flag of any key, and after ``--set KEY=``."""
     key = data.draw(st.sampled_from(list(settings(of).values())))

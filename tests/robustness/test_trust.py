@@ -124,7 +124,7 @@ def finished(byte_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """The folder of a run of two steps, its checkpoints in it; made with a token in the environment."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(TEXT)
-    flags = ["--window", 8, "--seq-len", 48, "--steps", 2, "--set", "save_steps=1", "--set", "eval_rows=2"]
+    flags = ["--window", 8, "--max-length", 48, "--max-steps", 2, "--save-steps", "1", "--eval-rows", "2"]
     before, os.environ["HF_TOKEN"] = os.environ.get("HF_TOKEN"), TOKEN
     try:
         done = run("distill", byte_checkpoint, "--data", folder / "text.txt", *flags, "-o", folder / "run")
@@ -213,7 +213,7 @@ def test_code_beside_weights_is_not_run(
         ["generate", folder, "--prompt", "a", "--max-new-tokens", 1],
         ["estimate", folder, "--memory", "kvm", "--window", 8, "--length", 64],
         ["eval", folder, "--window", 8, "--probe", "identity", "--samples", 1, "-o", tmp_path / "eval"],
-        ["distill", folder, "--data", tmp_path / "text.txt", "--dry-run", "--seq-len", 64],
+        ["distill", folder, "--data", tmp_path / "text.txt", "--dry-run", "--max-length", 64],
     ]
     for command in commands:
         done = run(*command)
@@ -230,7 +230,7 @@ def test_code_beside_weights_is_not_run(
 
 
 def test_a_run_with_a_token_in_the_environment_shows_it_nowhere(finished: Path) -> None:
-    """Recipe, metrics, log, cards, checkpoints, weights, output."""
+    """DistillConfig, metrics, log, cards, checkpoints, weights, output."""
     files = [file for file in finished.rglob("*") if file.is_file()]
     names = {file.name for file in files}
     assert {"said.txt", "recipe.yaml", "metrics.json", "log.jsonl", "README.md", "trainer_state.json"} <= names

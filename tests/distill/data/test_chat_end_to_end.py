@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from distill import DistillTrainer, distill
-from distill.recipe import Recipe
+from distill.config import DistillConfig
 from patches.errors import RetrofitError
 from tests.distill.test_run import changed
 
@@ -42,17 +42,17 @@ def chats(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def recipe(chat_checkpoint: Path, chats: Path, tmp_path: Path) -> Recipe:
-    return Recipe(
+def recipe(chat_checkpoint: Path, chats: Path, tmp_path: Path) -> DistillConfig:
+    return DistillConfig(
         base=str(chat_checkpoint),
         data=str(chats),
-        output=str(tmp_path / "run"),
+        output_dir=str(tmp_path / "run"),
         window=30,
         sinks=2,
-        seq_len=64,
+        max_length=64,
         min_length=30,
-        steps=6,
-        batch_size=2,
+        max_steps=6,
+        per_device_train_batch_size=2,
         eval_rows=4,
         eval_steps=4,
         save_steps=4,
@@ -84,7 +84,7 @@ def test_the_command_distils_on_conversations(chat_checkpoint: Path, chats: Path
     assert "Traceback" not in done.stderr
 
 
-def test_the_table_and_the_training_measure_the_same(recipe: Recipe) -> None:
+def test_the_table_and_the_training_measure_the_same(recipe: DistillConfig) -> None:
     metrics = distill(recipe)
     kl = {row["name"]: row["kl"] for row in metrics["rows"]}
     last = [entry for entry in metrics["curve"] if "eval_kl" in entry][-1]
@@ -95,10 +95,10 @@ def test_the_table_and_the_training_measure_the_same(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_stopped_run_resumes_to_the_same_result(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+    recipe: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
 ) -> None:
     recipe = changed(recipe, streaming=streaming)
-    whole = distill(changed(recipe, output=str(tmp_path / "whole")))
+    whole = distill(changed(recipe, output_dir=str(tmp_path / "whole")))
     original = DistillTrainer.training_step
 
     def stopped(self: DistillTrainer, *args: Any) -> Any:
@@ -117,13 +117,13 @@ def test_a_stopped_run_resumes_to_the_same_result(
     assert whole["tokens"] == resumed["tokens"]
 
 
-def test_answers_within_the_window_are_refused_before_the_run(recipe: Recipe) -> None:
+def test_answers_within_the_window_are_refused_before_the_run(recipe: DistillConfig) -> None:
     with pytest.raises(RetrofitError, match="none of the 4 held-out conversations has answers beyond 102 tokens"):
-        distill(changed(recipe, window=100, seq_len=110, data=_short(recipe)))
-    assert not Path(str(recipe.output)).exists()
+        distill(changed(recipe, window=100, max_length=110, data=_short(recipe)))
+    assert not Path(str(recipe.output_dir)).exists()
 
 
-def _short(recipe: Recipe) -> str:
+def _short(recipe: DistillConfig) -> str:
     """The same conversations without the long one, which is the last."""
     path = Path(str(recipe.data))
     path.write_text("\n".join(path.read_text().splitlines()[:-1]))

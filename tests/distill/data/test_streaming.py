@@ -14,7 +14,7 @@ from accelerate.data_loader import IterableDatasetShard
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import retrofit
-from distill import DistillArguments, DistillTrainer
+from distill import DistillConfig, DistillTrainer
 from distill.data.split import Split, load_rows
 from distill.data.streaming import StreamedRows
 from patches.errors import RetrofitError
@@ -137,7 +137,7 @@ def test_resuming_a_stream_is_bit_equal(
         torch.manual_seed(3)
         base = make_base("Qwen2", vocab_size=len(chat_tokenizer))
         model = retrofit.patch(base, memory="ahn-gdn", window=6, sinks=2)
-        args = DistillArguments(
+        args = DistillConfig(
             output_dir=str(tmp_path / folder),
             max_steps=8,
             per_device_train_batch_size=2,
@@ -145,7 +145,7 @@ def test_resuming_a_stream_is_bit_equal(
             window_sampling="ahn",
             logging_steps=1,
             save_steps=2,
-            disable_tqdm=True,
+            save_total_limit=None,
             dataloader_pin_memory=False,
             report_to="none",
             use_cpu=True,
@@ -179,5 +179,5 @@ def test_each_process_reads_for_itself(
     make_base: Callable[..., PreTrainedModel], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     model = retrofit.patch(make_base("Qwen2"), memory="ahn-gdn", window=6, sinks=2)
-    args = DistillArguments(output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to="none")
+    args = DistillConfig(output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to="none")
     assert DistillTrainer(model, args).accelerator.dispatch_batches is False

@@ -31,12 +31,19 @@ import transformers  # noqa: F401
 import distill.run
 import distill.trainer
 from distill.checkpoint import checkpoints, step_of
+from distill.config import DistillConfig
 from distill.parallel.processes import ATTEMPT, LAUNCH, LAUNCHED, Processes
-from distill.recipe import Recipe
 from distill.trainer import DistillTrainer
 
 TRAINING = 0.8  # share of the kills before the last step; the others come while results are scored and written
-KEYS: dict[str, Any] = {"memory": "ahn-gdn", "window": 6, "sinks": 2, "seq_len": 24, "batch_size": 1, "eval_rows": 2}
+KEYS: dict[str, Any] = {
+    "memory": "ahn-gdn",
+    "window": 6,
+    "sinks": 2,
+    "max_length": 24,
+    "per_device_train_batch_size": 1,
+    "eval_rows": 2,
+}
 KEYS |= {"save_steps": 2, "eval_steps": 3, "local_steps": 20}
 RANDOM = "a random moment"
 # phase: where the function is, its name, up to which call, and whether only the first process ever calls it
@@ -100,14 +107,14 @@ def arm(owner: Any, name: str, number: int, after: bool) -> None:
             setattr(module, name, doomed)
 
 
-def start(rank: int, port: int, attempt: int, recipe: Recipe, doom: tuple[Any, str, int, bool] | None) -> int:
+def start(rank: int, port: int, attempt: int, recipe: DistillConfig, doom: tuple[Any, str, int, bool] | None) -> int:
     """Fork one process of the run."""
     process = os.fork()
     if process:
         return process
     values = (str(rank), "2", str(rank), "127.0.0.1", str(port))
     os.environ |= dict(zip(LAUNCHED, values, strict=True)) | {LAUNCH: "kills", ATTEMPT: str(attempt)}
-    log = os.open(f"{recipe.output}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    log = os.open(f"{recipe.output_dir}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
@@ -120,7 +127,7 @@ def start(rank: int, port: int, attempt: int, recipe: Recipe, doom: tuple[Any, s
     os._exit(0)
 
 
-def attempt(recipe: Recipe, number: int, chance: random.Random, phases: dict[str, Any]) -> str | None:
+def attempt(recipe: DistillConfig, number: int, chance: random.Random, phases: dict[str, Any]) -> str | None:
     """Run both processes once, one of them doomed; the phase in which it was killed, or None if the run ended.
 
     Raises:
@@ -159,7 +166,7 @@ def attempt(recipe: Recipe, number: int, chance: random.Random, phases: dict[str
     if end[processes[victim]] == signal.SIGKILL and phase:
         return phase
     if any(end.values()):
-        logs = "\n".join(Path(f"{recipe.output}.{rank}.log").read_text(errors="replace") for rank in range(2))
+        logs = "\n".join(Path(f"{recipe.output_dir}.{rank}.log").read_text(errors="replace") for rank in range(2))
         raise RuntimeError(f"{phase}: the run failed by itself: {list(end.values())}\n{logs[-6000:]}")
     return None
 
@@ -185,8 +192,8 @@ def main(folder: Path, kills: int, seed: int = 0) -> dict[str, Any]:
     chance, places = random.Random(seed), {"base": str(folder / "base"), "data": str(folder / "text.txt")}
     steps = max(24, 4 * kills)
 
-    def recipe(name: str) -> Recipe:
-        return Recipe(**places, **KEYS, steps=steps, output=str(folder / name))
+    def recipe(name: str) -> DistillConfig:
+        return DistillConfig(**places, **KEYS, max_steps=steps, output_dir=str(folder / name))
 
     attempt(recipe("undisturbed"), 0, chance, {})
     killed, done, run = Counter[str](), Counter[str](), folder / "killed"

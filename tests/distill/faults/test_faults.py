@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from distill import DistillTrainer, distill
+from distill.config import DistillConfig
 from distill.data.rows import DocumentRows
 from distill.parallel import pulse
 from distill.parallel.launch import Machines, launch
-from distill.recipe import Recipe
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS
 from retrofit.texts import sources, tokens
@@ -43,11 +43,19 @@ def place(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def recipe(place: Path, output: Path, **keys: Any) -> Recipe:
+def recipe(place: Path, output: Path, **keys: Any) -> DistillConfig:
     """Six steps, saved after every second one."""
-    values: dict[str, Any] = {"base": str(place / "base"), "data": str(place / "text.txt"), "output": str(output)}
-    values |= {"window": 6, "sinks": 2, "seq_len": 40, "steps": 6, "save_steps": 2, "eval_steps": 2, "eval_rows": 4}
-    return Recipe(**{**values, **keys})
+    values: dict[str, Any] = {"base": str(place / "base"), "data": str(place / "text.txt"), "output_dir": str(output)}
+    values |= {
+        "window": 6,
+        "sinks": 2,
+        "max_length": 40,
+        "max_steps": 6,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "eval_rows": 4,
+    }
+    return DistillConfig(**{**values, **keys})
 
 
 def assert_equal(run: Path, whole: Path) -> None:
@@ -127,7 +135,7 @@ def test_data_that_fails_in_the_middle_and_comes_back(
     place: Path, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, datasets_cache: Path
 ) -> None:
     monkeypatch.setattr(tokens, "BATCH", {"text": 2})  # a stream reads on while it trains
-    data = {"data": str(place / "documents.jsonl"), "batch_size": 2, "seq_len": 30, **keys}
+    data = {"data": str(place / "documents.jsonl"), "per_device_train_batch_size": 2, "max_length": 30, **keys}
     distill(recipe(place, place / "whole", **data))
     step, objects, rows, training_step = [0], sources._objects, DocumentRows.__getitem__, DistillTrainer.training_step
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from distill.config import DistillConfig
 from distill.model import build_model
 from distill.parallel.launch import Machines, launch
 from distill.parallel.processes import join
-from distill.recipe import Recipe
 
 WIDTH = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}
 
@@ -30,7 +30,9 @@ def load(folder: Path, dtype: str) -> None:
     """In each process: load the base, patch it, and leave by how much its memory grew."""
     processes = join(deepspeed=False)
     before = held()
-    model = build_model(Recipe(base=str(folder / "base"), data="-", output="-", window=32, sinks=4, dtype=dtype))
+    model = build_model(
+        DistillConfig(base=str(folder / "base"), data="-", output_dir="-", window=32, sinks=4, dtype=dtype)
+    )
     every = processes.all_of({name: round(value - before[name]) for name, value in held().items()})
     size = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if ".memory." not in n) / 2**20
     if processes.main:

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import retrofit
-from distill.arguments import DistillArguments
+from distill.config import DistillConfig
 from distill.data.split import PackedRows
-from distill.parallel.processes import join, trainer_settings
+from distill.parallel.processes import join
 from distill.parallel.zero import find_config
 from distill.trainer import DistillTrainer
 from retrofit.adapter import PREFIX, WEIGHTS
@@ -46,7 +46,7 @@ def trainer_of(folder: Path, batch: int, dtype: torch.dtype = torch.float32, **m
     base = tiny_base("Qwen2").to(dtype)
     torch.manual_seed(3)
     model = retrofit.patch(base, memory="ahn-gdn", window=6, sinks=2)
-    arguments = DistillArguments(
+    arguments = DistillConfig(
         output_dir=str(folder),
         max_steps=STEPS,
         per_device_train_batch_size=batch,
@@ -82,7 +82,8 @@ def main(folder: Path, mode: str, dtype: str) -> None:
     processes = join(deepspeed=config is not None)
     batch = GLOBAL_BATCH // processes.count
     drawn = []
-    settings: dict[str, Any] = {"local_steps": local_steps(mode), **trainer_settings(config, mode == "fsdp")}
+    settings: dict[str, Any] = {"local_steps": local_steps(mode), "fsdp": mode == "fsdp"}
+    settings |= {"deepspeed": mode} if config else {}
     settings |= {"segment": 16} if mode == "segments" else {}
     straight = trainer_of(folder / "straight", batch, getattr(torch, dtype), **settings)
     set_window = straight.model.set_window

@@ -149,9 +149,18 @@ def recipe(here: Path, tokenizer: Any) -> Path:
     tokenizer.save_pretrained(base)
     ids = torch.randint(3, 101, (3000,), generator=torch.Generator().manual_seed(0))
     (here / "text.txt").write_text(" ".join(f"w{i}" for i in ids.tolist()))
-    keys = {"base": str(base), "data": str(here / "text.txt"), "window": 6, "sinks": 2, "seq_len": 40, "steps": 5}
+    keys = {
+        "base": str(base),
+        "data": str(here / "text.txt"),
+        "window": 6,
+        "sinks": 2,
+        "max_length": 40,
+        "max_steps": 5,
+    }
     file = here / "recipe.yaml"
-    file.write_text(json.dumps(keys | {"eval_rows": 5, "eval_steps": 4, "save_steps": 4, "batch_size": 2}))
+    file.write_text(
+        json.dumps(keys | {"eval_rows": 5, "eval_steps": 4, "save_steps": 4, "per_device_train_batch_size": 2})
+    )
     return file
 
 
@@ -211,7 +220,7 @@ def test_an_error_in_one_process_is_one_sentence(recipe: Path, here: Path, capfd
 
 def test_a_killed_process_is_started_again_with_the_others(recipe: Path, here: Path) -> None:
     run, restarted = here / "restarted", Machines(nproc=2, max_restarts=1)
-    flags = ["--nproc", "2", "--save-steps", "2", "--set", "eval_steps=2"]
+    flags = ["--nproc", "2", "--save-steps", "2", "--eval-steps", "2"]
     launch([str(HERE / "ill_fated.py"), "kill-once", "distill", str(recipe), *flags, "-o", str(run)], restarted)
     curve = json.loads((run / "metrics.json").read_text())["curve"]
     assert [entry["step"] for entry in curve if "loss" in entry] == [1, 2, 3, 4, 5]

@@ -29,8 +29,8 @@ def training(name: str = "joint") -> tuple[dict[str, Any], list[dict[str, Any]]]
         "memory": name,
         "window": 8,
         "sinks": 2,
-        "seq_len": 64,
-        "steps": 20,
+        "max_length": 64,
+        "max_steps": 20,
         "local_steps": 10,
         "loss": "kl",
     }

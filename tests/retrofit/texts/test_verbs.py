@@ -56,7 +56,7 @@ def test_conversations_are_read_through_the_template(tmp_path: Path, chat_tokeni
 
 def verbs(base: object, source: object, out: Path) -> dict[str, list[object]]:
     return {
-        "distill": ["distill", base, "--data", source, "--seq-len", 32, "--window", 8, "-o", out],
+        "distill": ["distill", base, "--data", source, "--max-length", 32, "--window", 8, "-o", out],
         "patch": ["patch", base, "--memory", "expected", "--window", 8, "--data", source, "-o", out],
         "eval": ["eval", base, "--window", 8, "--data", source, "-o", out],
         "haystack": ["eval", base, "--window", 8, "--haystack", source, "-o", out],

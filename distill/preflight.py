@@ -12,7 +12,7 @@ from distill.unsupported import refuse_together
 from patches.config import MemoryConfig
 from patches.errors import RetrofitError
 from patches.kinds import KINDS, find_kind, new_memory
-from retrofit.evaluation.definitions import HUB_ID
+from retrofit.hub import HUB_ID
 from retrofit.hub_errors import first_line
 
 

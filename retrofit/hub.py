@@ -1,6 +1,7 @@
 """Pushing to the Hub: one upload for adapters and exported models, tried again where the Hub stumbles."""
 
 import json
+import re
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from .hub_errors import TOKEN, first_line, reason, redact, transient
 from .loading import check_tokenizer, load_config, load_tokenizer
 
 CARD = "README.md"
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")  # user/name
 # what an exported model consists of; checkpoints, logs and notes that lie beside it stay where they are
 SHIPPED = (".json", ".safetensors", ".py", ".jinja", ".txt", ".model")
 WAITS = (1.0, 4.0, 16.0)  # seconds before each further try; most single requests were then tried for 20 s already

@@ -16,7 +16,7 @@ from retrofit.plain_yaml import parse_yaml
 from retrofit.settings import Setting, settings
 
 # what a verb reads, by the names of its parameters; the file that it writes must be none of them
-INPUTS = ("source", "base", "model", "adapter", "ahn", "recipe", "init_adapter", "deepspeed", "data", "haystack")
+INPUTS = ("source", "base", "model", "adapter", "ahn", "recipe", "init_adapter", "deepspeed", "data")
 
 Base = Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the base: a folder, a GGUF file or a Hub id.")]
 Memory = Annotated[str, typer.Option(help="Kind of memory, such as ahn-gdn; none keeps only sinks and window.")]

@@ -50,8 +50,8 @@ RECIPE = {
 }
 # a stream cannot have these
 OF_FILES = {"mix", "num_train_epochs", "dataloader_num_workers", "group_by_length"}
-EVAL = {"data": "t", "window": 8, "sinks": 1, "seq_len": 64, "haystack": "h", "benchmark_data": "d", "limit": 3}
-EVAL |= {"probes": ("passkey",), "adapters": ("x", "y"), "benchmarks": ("longbench",), "tasks": ("a", "b")}
+EVAL = {"data": "t", "window": 8, "sinks": 1, "seq_len": 64, "limit": 3, "max_length": 900}
+EVAL |= {"probes": ("passkey",), "adapters": ("x", "y"), "tasks": ("a", "b")}
 EVAL |= {"depths": (0.5, 1.0), "include_path": "p"}
 
 

@@ -1,18 +1,19 @@
-"""docs/evaluation-benchmarks.md does what it says: its code runs, its table of settings is the code's."""
+"""docs/evaluation-benchmarks.md does what it says: its code runs, its tasks are there."""
 
 import inspect
 import json
 import re
 
 import pytest
+from typer.testing import CliRunner
 
 import retrofit
+from cli import app
 from retrofit.evaluation import harness
-from retrofit.evaluation.benchmarks import BENCHMARKS
-from tests.pages import blocks, text_of
+from tests.pages import blocks, commands, text_of
 
 PAGE = text_of("docs/evaluation-benchmarks.md")
-BENCHMARK, HARNESS, PERPLEXITY = blocks("docs/evaluation-benchmarks.md", "python")
+HARNESS, PERPLEXITY = blocks("docs/evaluation-benchmarks.md", "python")
 
 
 @pytest.fixture
@@ -21,16 +22,6 @@ def names(make_base, byte_tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = make_base("Qwen2", vocab_size=259)
     return {"base": base, "model": retrofit.patch(base, "ahn-gdn", 8, 2), "tokenizer": byte_tokenizer}
-
-
-def test_a_benchmark_is_read(names, tmp_path, capsys):
-    (tmp_path / "LongBench").mkdir()
-    row = {"context": "c", "input": "who?", "answers": ["Ann"]}
-    (tmp_path / "LongBench" / "hotpotqa.jsonl").write_text(json.dumps(row))
-    exec(BENCHMARK, names)
-    said = capsys.readouterr().out
-    assert "window=8064, this model has 8" in said
-    assert "who?\nAnswer: ('Ann',) 0.0" in said
 
 
 def test_the_harness_is_called_with_what_it_takes(names, monkeypatch):
@@ -51,15 +42,23 @@ def test_perplexity_is_printed(names, tmp_path, capsys):
         assert re.search(rf"^\s*{re.escape(policy)}(\s+[\d.]+){{5}}\s*$", said, re.MULTILINE), said
 
 
-@pytest.mark.parametrize("name", list(BENCHMARKS))
-def test_the_settings_are_the_codes(name):
-    benchmark = BENCHMARKS[name]
-    (line,) = re.findall(rf"^\| `{name}` \| .*$", PAGE, re.MULTILINE)
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    if name in ("longbench", "infinitebench"):
-        assert cells[1] == ", ".join(benchmark.questions)
-    if not name.endswith("-own"):
-        assert cells[2] == f"{benchmark.window:,}, {benchmark.sinks}"
-    assert cells[3] == f"{benchmark.max_length:,}"
-    assert cells[4] == {"tail": "beginning", "middle": "middle"}[benchmark.truncate]
-    assert {int(n) for n in re.findall(r"\d+", cells[5])} == {q.max_new_tokens for q in benchmark.questions.values()}
+def test_its_commands_ask_every_row(byte_checkpoint, tmp_path, monkeypatch):
+    """The first command, whose prompts the harness makes; the others name tasks whose documents are fetched."""
+    monkeypatch.chdir(tmp_path)
+    first = commands("docs/evaluation-benchmarks.md")[0].words
+    shorter = ["--task-length", "700", "--limit", "1", "--window", "8", "-o", "out"]
+    words = [word for word in first if word not in ("--task-length", "4096", "8192")]
+    done = CliRunner().invoke(app, ["eval", str(byte_checkpoint), *words[3:], *shorter])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads((tmp_path / "out" / "eval.json").read_text())["harness"]
+    assert {"teacher", "window-only"} < row.keys()
+
+
+def test_its_tasks_are_there():
+    manager = pytest.importorskip("lm_eval.tasks").TaskManager(include_path=harness.TASKS)
+    table = PAGE[PAGE.index("| tasks | what they are |") : PAGE.index("The documents come from")]
+    cells = [line.split("|")[1] for line in table.strip().splitlines()[2:]]
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    named |= set(commands("docs/evaluation-benchmarks.md")[1].words[4].split(","))
+    assert len(named) > 15
+    assert named <= set(manager.all_tasks)

@@ -7,7 +7,7 @@ import retrofit
 from benchmarks.speed import cases
 from retrofit.bench.models import RandomModels, decode_step, prompt
 from retrofit.bench.timing import interleaved, ratios, spread, spread_columns
-from retrofit.evaluation.answering import prefill
+from retrofit.evaluation.scores import prefill
 
 COLUMNS = {
     "name": ("", ""),

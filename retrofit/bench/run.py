@@ -17,8 +17,8 @@ from retrofit.bench.models import FULL, NONE, RandomModels, decode_step, prompt
 from retrofit.bench.roofline import active_memories, peaks, roofline
 from retrofit.bench.timing import interleaved, mib, ratios, spread, spread_columns
 from retrofit.costs.estimate import Device
-from retrofit.evaluation.answering import prefill
 from retrofit.evaluation.baselines import window_only, with_kind
+from retrofit.evaluation.scores import prefill
 from retrofit.families import is_retrofit
 from retrofit.loading import load_base
 

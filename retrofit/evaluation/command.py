@@ -13,7 +13,7 @@ app = Verbs()
 
 @app.verb(
     "retrofit eval runs/first/model --data held-out.txt",
-    "retrofit eval Qwen/Qwen2.5-0.5B --adapter runs/first/adapter --probe niah_single_2 --length 4096",
+    "retrofit eval Qwen/Qwen2.5-0.5B --adapter runs/first/adapter --tasks ruler,longbench --limit 20",
     name="eval",
 )
 @flags(Settings, leave=("chunk",))
@@ -35,17 +35,13 @@ def evaluate(
 
     if "tasks" in given:
         given["tasks"] = [name.strip() for part in given["tasks"] for name in part.split(",") if name.strip()]
-    if not given.keys().isdisjoint(("data", "tasks", "benchmarks")):
+    if not given.keys().isdisjoint(("data", "tasks")):
         given.setdefault("probes", ())
     settings = Settings(model, **given)
     with only_writer(output):
         summary = run_evaluation(settings, output, overwrite)
     for title, rows, columns in tables(summary):
         print_table(title, rows, columns)
-    if "data" in given and given.keys().isdisjoint(("tasks", "benchmarks")) and not given["probes"]:
-        typer.echo(
-            "only the text was scored: add --probe identity, recall, passkey or a needle task to ask for more", err=True
-        )
-    for said in (said for one in summary["benchmarks"].values() for said in one["departures"]):
-        typer.echo(f"note: {said}", err=True)
+    if "data" in given and "tasks" not in given and not given["probes"]:
+        typer.echo("only the text was scored: add --probe identity, recall or passkey to ask for more", err=True)
     typer.echo(f"{output}: eval.json, results.jsonl")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from patches.errors import RetrofitError
 from retrofit.adapter import load_adapter
@@ -99,6 +100,35 @@ def load_contenders(
         if window is not None or sinks is not None:
             model.set_window(window=window or model.config.memory["window"], sinks=sinks)
     return contenders(memories), tokenizer
+
+
+def identity(rows: Sequence[Contender], tokenizer: Any, seed: int = 0, longest: int = 8192) -> dict[str, bool]:
+    """Whether each row's states equal the teacher's, bit for bit, on as many random tokens as it keeps exactly.
+
+    Args:
+        longest: tokens at most.
+
+    Returns:
+        ``{row: True or False}``, the teacher left out. LoRA beside a memory makes it False, as it should.
+    """
+    teacher, others = rows[0], rows[1:]
+    found = {}
+    with ready(rows):
+        for row in others:
+            budget = min(memory.capacity for memory in row.model.model.memories().values())
+            vocabulary = plain_tokens(tokenizer, row.model.config.vocab_size)
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.randint(len(vocabulary), (1, min(budget, longest)), generator=generator)
+            ids = vocabulary[drawn].to(row.model.device)
+            expected, got = (one.get_decoder()(ids, use_cache=False)[0] for one in (teacher.model, row.model))
+            found[row.name] = torch.equal(expected, got)
+    return found
+
+
+def plain_tokens(tokenizer: Any, size: int) -> Tensor:
+    """The ids below ``size`` that are none of the tokenizer's special ones."""
+    ids = torch.arange(min(size, len(tokenizer)))
+    return ids[~torch.isin(ids, torch.tensor(sorted(set(tokenizer.all_special_ids)), dtype=torch.long))]
 
 
 @contextmanager

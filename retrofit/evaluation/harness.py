@@ -17,19 +17,13 @@ from retrofit.hub_errors import first_line
 from retrofit.lm_head import log_probs
 from retrofit.table import finite
 
-# RULER's tasks there have a column for each of these lengths, and none for others
-RULER_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+TASKS = Path(__file__).parent / "tasks"  # ours, beside the harness's own
+RULER_LENGTH = 4096  # of RULER's tasks, unless asked for otherwise
 # tokens that RULER's lengths leave out: a chat template, and the beginning of the answer that a prompt ends with
 ROOM = 512
 # LongBench's tasks that go on from examples or code: a chat template spoils them, its authors say
-PLAIN = (
-    "longbench_trec",
-    "longbench_triviaqa",
-    "longbench_samsum",
-    "longbench_lsht",
-    "longbench_lcc",
-    "longbench_repo",
-)
+PLAIN = tuple(f"longbench_{name}" for name in ("trec", "triviaqa", "samsum", "lsht", "lcc", "repo"))
+TEMPLATED = ("niah_", "ruler", "longbench_", "infinitebench_", "lveval_")
 
 
 def run_harness(
@@ -50,11 +44,12 @@ def run_harness(
     Args:
         models: ``{row: model}``, each as it is to be run: a teacher with its memory off.
         tokenizer: of their base.
-        tasks: names, groups or tags of tasks, or paths of their YAML files.
-        limit: so many documents of each task at most.
+        tasks: names, groups or tags of tasks, or paths of their YAML files. Those of retrofit/evaluation/tasks are
+            there besides the harness's own.
+        limit: so many documents of each task at most, of RULER's at each length.
         max_length: tokens of a prompt and its answer, beyond which a prompt loses its beginning. None means the base's
             context; with RULER's tasks, what the longest of them needs.
-        apply_chat_template: None means for RULER and LongBench, if the tokenizer has one. LongBench's few-shot and code
+        apply_chat_template: None means for :data:`TEMPLATED`, if the tokenizer has one. LongBench's few-shot and code
             tasks never get it.
         metadata: for the tasks: ``{"max_seq_lengths": [4096, 8192]}`` for RULER's.
         batch_size: documents per forward pass.
@@ -65,8 +60,7 @@ def run_harness(
         ``{"settings": ..., "scores": [{"task", "metric", "chat", row: value, ...}, ...]}``.
 
     Raises:
-        RetrofitError: the harness is not installed; an unknown task; lengths that RULER's tasks there do not have; data
-            that cannot be had.
+        RetrofitError: the harness is not installed; an unknown task; data that cannot be had.
     """
     try:
         import lm_eval
@@ -78,18 +72,19 @@ def run_harness(
         ) from error
     names = list(tasks)
     details = {"tokenizer": tokenizer.name_or_path, **(metadata or {})}
-    lengths = list(details.get("max_seq_lengths", RULER_LENGTHS[:1]))
-    _check_ruler(names, lengths)  # before the tasks are looked for, which takes seconds
     if apply_chat_template:
         check_template(tokenizer)
-    manager = TaskManager(include_path=include_path, metadata=details)
+    folders = [TASKS] if include_path is None else [TASKS, include_path]
+    manager = TaskManager(include_path=folders, metadata=details)
     for name in names:
         if name not in manager.all_tasks and not Path(name).is_file():
             raise RetrofitError(f"the harness knows no task {name!r}{nearest(name, manager.all_tasks)}")
     loaded = _load(manager, names)
-    _check_ruler(loaded, lengths)  # of a group or tag, too
-    if max_length is None and any(map(_is_ruler, loaded)):
-        max_length = max(lengths) + ROOM
+    of_ruler = {name: task for name, task in loaded.items() if name.startswith(("niah_", "ruler_"))}
+    for task in of_ruler.values() if limit else ():  # the harness's own limit counts over all lengths together
+        task.dataset["test"] = task.dataset["test"].filter(lambda index: index < limit, input_columns="index")
+    if max_length is None and of_ruler:
+        max_length = max(details.get("max_seq_lengths", [RULER_LENGTH])) + ROOM
     chat = {name: _wants_chat(name, tokenizer, apply_chat_template) for name in loaded}
 
     settings = {
@@ -108,20 +103,18 @@ def run_harness(
                 pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=batch_size, max_length=max_length
             )
             harness._model_call = partial(_logits, model)  # its own likelihoods are rounded to the model's dtype
-            for template in (False, True):
-                asked = [task for name, task in loaded.items() if chat[name] is template]
-                if asked:
-                    found = lm_eval.simple_evaluate(
-                        model=harness,
-                        tasks=asked,
-                        task_manager=manager,
-                        limit=limit,
-                        apply_chat_template=template,
-                        log_samples=False,
-                    )
-                    for task, metric, value in _values(found["results"]):
-                        entry = scores.setdefault((task, metric), {"task": task, "metric": metric, "chat": template})
-                        entry[row] = value
+            for name, task in loaded.items():
+                found = lm_eval.simple_evaluate(
+                    model=harness,
+                    tasks=[task],
+                    task_manager=manager,
+                    limit=None if name in of_ruler else limit,
+                    apply_chat_template=chat[name],
+                    log_samples=False,
+                )
+                for metric, value in _values(found["results"][name]):
+                    entry = scores.setdefault((name, metric), {"task": name, "metric": metric, "chat": chat[name]})
+                    entry[row] = value
         summary = {"settings": settings, "scores": list(scores.values())}
         if output is not None:
             write_json(output, finite(summary))
@@ -133,20 +126,6 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
     """Log-probabilities (B, T, V) of texts (B, T), in float32 for a 16-bit model too: the harness asks for logits."""
     head, states = model.get_output_embeddings(), hidden_states(model, {"input_ids": ids})
     return log_probs(states.flatten(0, 1), head.weight, head.bias).unflatten(0, ids.shape)
-
-
-def _is_ruler(name: str) -> bool:
-    return name.startswith(("niah_", "ruler"))
-
-
-def _check_ruler(names: Iterable[str], lengths: list[int]) -> None:
-    """Refuse lengths that RULER's tasks would be made for, in minutes, and then not be scored at."""
-    wrong = [length for length in lengths if length not in RULER_LENGTHS]
-    if wrong and any(map(_is_ruler, names)):
-        raise RetrofitError(
-            f"max_seq_lengths={wrong}: the harness has RULER at {', '.join(map(str, RULER_LENGTHS))} only: for "
-            "other lengths use the built-in needle probes"
-        )
 
 
 def _load(manager: Any, names: list[str]) -> dict[str, Any]:
@@ -164,16 +143,13 @@ def _load(manager: Any, names: list[str]) -> dict[str, Any]:
 def _wants_chat(name: str, tokenizer: Any, wanted: bool | None) -> bool:
     if name.startswith(PLAIN):
         return False
-    if wanted is None:
-        return tokenizer.chat_template is not None and (_is_ruler(name) or name.startswith("longbench_"))
-    return wanted
+    return tokenizer.chat_template is not None and name.startswith(TEMPLATED) if wanted is None else wanted
 
 
-def _values(results: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[str, str, float]]:
-    """(task, metric, value) of every figure; the harness writes ``"acc,none"`` for metric and filter."""
-    for task, figures in results.items():
-        for key, value in figures.items():
-            metric, _, filtered = key.partition(",")
-            # -1 stands for a length of RULER's that was not asked for
-            if filtered and isinstance(value, int | float) and value != -1:
-                yield task, metric if filtered == "none" else key, float(value)
+def _values(figures: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """(metric, value) of every figure of a task; the harness writes ``"acc,none"`` for metric and filter."""
+    for key, value in figures.items():
+        metric, _, filtered = key.partition(",")
+        # -1 stands for a length of RULER's that was not asked for
+        if filtered and isinstance(value, int | float) and value != -1:
+            yield metric if filtered == "none" else key, float(value)

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from patches.errors import RetrofitError, one_of
-from retrofit.evaluation.scores import cached_readers, evaluating, scored_pieces
+from retrofit.evaluation.scores import CHUNK, cached_readers, evaluating, scored_pieces
 from retrofit.files import at_home
 from retrofit.patching import patch
 from retrofit.texts.sources import open_source
 from retrofit.texts.tokens import TokenRows, find_column
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
-CHUNK = 2048  # tokens per forward pass
 FULL = "full"
 
 

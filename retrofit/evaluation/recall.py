@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from patches.errors import RetrofitError
-from retrofit.evaluation.answering import CHUNK
-from retrofit.evaluation.contenders import Contender, ready
-from retrofit.evaluation.scores import cached_readers, scored_pieces
+from retrofit.evaluation.contenders import Contender, plain_tokens, ready
+from retrofit.evaluation.scores import CHUNK, cached_readers, scored_pieces
 from retrofit.evaluation.store import ResultStore
 
 
@@ -85,12 +84,6 @@ def sequence(vocabulary: Tensor, length: int, count: int, generator: torch.Gener
     return ids, torch.arange(length - 2 * count, length, 2)
 
 
-def plain_tokens(tokenizer: Any, size: int) -> Tensor:
-    """The ids below ``size`` that are none of the tokenizer's special ones."""
-    ids = torch.arange(min(size, len(tokenizer)))
-    return ids[~torch.isin(ids, torch.tensor(sorted(set(tokenizer.all_special_ids)), dtype=torch.long))]
-
-
 def _recalled(rows: Sequence[Contender], ids: Tensor, asked: Tensor, chunk: int) -> dict[str, float]:
     """For each row, the share of the positions ``asked`` after which the likeliest token is the right one."""
     head, ids = rows[0].model.get_output_embeddings(), ids[None].to(rows[0].model.device)
@@ -102,19 +95,3 @@ def _recalled(rows: Sequence[Contender], ids: Tensor, asked: Tensor, chunk: int)
         for name, (_, _, correct) in scores.items():
             right[name] += int(correct.sum())
     return {name: count / len(asked) for name, count in right.items()}
-
-
-def recall_means(store: ResultStore, rows: Sequence[str]) -> list[dict[str, Any]]:
-    """Mean share recalled per length and number of bindings: ``length``, ``bindings``, ``samples``, a key per row."""
-    groups: dict[tuple[int, int], list[dict[str, float]]] = {}
-    for line in store.results(kind="recall"):
-        groups.setdefault((line["length"], line["bindings"]), []).append(line["scores"])
-    return [
-        {
-            "length": length,
-            "bindings": count,
-            "samples": len(scores),
-            **{row: sum(one[row] for one in scores) / len(scores) for row in rows},
-        }
-        for (length, count), scores in groups.items()
-    ]

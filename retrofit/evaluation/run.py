@@ -14,21 +14,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from patches.errors import RetrofitError
 from retrofit.chat import check_template
 from retrofit.costs.held import kept_bytes
-from retrofit.evaluation import needle, questions, ruler
-from retrofit.evaluation.asking import means, run_tasks
-from retrofit.evaluation.benchmarks import departures, load_benchmark
-from retrofit.evaluation.contenders import WINDOW_ONLY, Contender, load_contenders, lossless, ready
+from retrofit.evaluation.contenders import WINDOW_ONLY, Contender, identity, load_contenders, lossless, ready
 from retrofit.evaluation.harness import run_harness
-from retrofit.evaluation.identity import identity
+from retrofit.evaluation.passkey import make_prompts, score_passkey
 from retrofit.evaluation.perplexity import POLICIES, perplexity_by_size, read_sequences, table
-from retrofit.evaluation.recall import check_bindings, recall_means, score_recall
+from retrofit.evaluation.recall import check_bindings, score_recall
 from retrofit.evaluation.scores import gap_closed
-from retrofit.evaluation.settings import RULER, Settings
+from retrofit.evaluation.settings import Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.evaluation.text import by_distance, check_length, score_text
 from retrofit.files import check_file, check_output, write_json
 from retrofit.table import finite
-from retrofit.texts.tokens import read_documents
 from retrofit.untrusted import read_json
 
 SUMMARY = "eval.json"
@@ -41,7 +37,7 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
     Raises:
         RetrofitError: as the loaders and the parts; results of other settings in ``output``.
     """
-    inputs = [settings.model, *settings.adapters, settings.data, settings.haystack, settings.benchmark_data]
+    inputs = [settings.model, *settings.adapters, settings.data]
     check_output(output, overwrite=True, data=[] if settings.data is None else [settings.data])
     for name in (SUMMARY, RESULTS):
         check_file(output / name, inputs)
@@ -59,23 +55,10 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
     if settings.data is not None:
         length = settings.seq_len or 4 * budget
         sequences = read_sequences(settings.data, tokenizer, length=length, count=settings.eval_rows)
-    probes = settings.asked()
-    text = None if settings.haystack is None else read_documents(settings.haystack)
-    if RULER in settings.probes and text is None:
-        text = ruler.essays(_say)
-    how: dict[str, Any] = {"seed": settings.seed, "chat": settings.chat}
-    of_needle, of_ruler, of_questions = ([p for p in probes if p in room.NAMES] for room in (needle, ruler, questions))
-    tasks = needle.needle_tasks(
-        of_needle, tokenizer, lengths, settings.depths, samples=settings.samples, text=text, **how
-    )
-    per_length = settings.samples * len(settings.depths)
-    tasks += ruler.ruler_tasks(of_ruler, tokenizer, lengths, samples=per_length, say=_say, **how)
-    needles = [task.name for task in tasks]
-    tasks += questions.question_tasks(of_questions, limit=settings.limit, seed=settings.seed, say=_say)
-    published = {
-        name: load_benchmark(name, settings.benchmark_data, tokenizer, limit=settings.limit)
-        for name in settings.benchmarks
-    }
+    prompts = {}
+    if "passkey" in settings.probes:
+        how: dict[str, Any] = {"samples": settings.samples, "seed": settings.seed, "chat": settings.chat}
+        prompts = make_prompts(tokenizer, lengths, settings.depths, **how)
     if sequences is not None:
         check_length(rows, sequences.shape[1])
     if "recall" in settings.probes:
@@ -89,12 +72,12 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
                 tokenizer,
                 settings.tasks,
                 limit=settings.limit,
+                max_length=settings.max_length,
                 include_path=settings.include_path,
                 apply_chat_template=settings.chat or None,
                 metadata={"max_seq_lengths": list(settings.task_lengths)} if settings.task_lengths else None,
                 output=output / "harness.json",
             )["scores"]
-    names = [row.name for row in rows]
     with _progress() as progress:
         if sequences is not None:
             bar = progress.add_task("text", total=len(sequences))
@@ -113,13 +96,10 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
                 chunk=settings.chunk,
                 on_sample=_advance(progress, bar),
             )
-        bars = {task.name: progress.add_task(task.name, total=len(rows) * len(list(task.samples))) for task in tasks}
-        run_tasks(
-            rows, tokenizer, tasks, store, chunk=settings.chunk, on_answer=lambda name: progress.advance(bars[name])
-        )
-        for name, asked in published.items():
-            bar = progress.add_task(name, total=None)
-            run_tasks(rows, tokenizer, asked, store, chunk=settings.chunk, on_answer=_advance(progress, bar))
+        if prompts:
+            bar = progress.add_task("passkey", total=len(prompts))
+            told = _advance(progress, bar)
+            score_passkey(rows, tokenizer, store, prompts, chunk=settings.chunk, on_sample=told)
         sizes = None
         if settings.sizes and sequences is not None:
             bar = progress.add_task("sizes of state", total=1 + len(POLICIES) * len(settings.sizes))
@@ -137,17 +117,8 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
         "lossless": budget,
         "identity": identity(rows, tokenizer, settings.seed) if "identity" in settings.probes else None,
         "text": None if sequences is None else _text(store, rows, sequences.shape[1]),
-        "recall": recall_means(store, names) if "recall" in settings.probes else None,
-        "needles": means(store, names, needles) if needles else None,
-        "needle_grid": means(store, names, needles, by=("length", "depth")) if needles else None,
-        "answers": means(store, names, of_questions, by=("fits",)) if of_questions else None,
-        "benchmarks": {
-            name: {
-                "departures": departures(name, rows[1].model.config),
-                "scores": means(store, names, [task.name for task in asked]),
-            }
-            for name, asked in published.items()
-        },
+        "recall": store.means("recall", by="bindings") if "recall" in settings.probes else None,
+        "passkey": store.means("passkey", by="depth") if prompts else None,
         "harness": harness,
         "sizes": sizes,
         "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
@@ -172,10 +143,6 @@ def _text(store: ResultStore, rows: Sequence[Contender], length: int) -> list[di
         gap = entry["kl"][WINDOW_ONLY]
         entry["kl_gap_closed"] = {name: gap_closed(kl, gap) for name, kl in entry["kl"].items()}
     return table
-
-
-def _say(line: str) -> None:
-    Console(stderr=True).print(line)
 
 
 def _advance(progress: Progress, bar: TaskID) -> Callable[[object], None]:

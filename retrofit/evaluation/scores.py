@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from patches.errors import RetrofitError
-from retrofit.evaluation.answering import pieces
+from retrofit.evaluation.settings import Settings
 from retrofit.lm_head import chunks, gathered, kl, log_probs
 
+CHUNK: int = Settings.chunk  # tokens per forward pass
 # logits held at once per model, in elements: 64 MiB of fp32
 CHUNK_ELEMENTS = 2**24
 
@@ -159,6 +160,26 @@ def _without_memory(model: Any, read: "Reader", ids: Tensor) -> Tensor:
 
 def _read_alone(model: Any, ids: Tensor) -> Tensor:
     return hidden_states(model, {"input_ids": ids})
+
+
+def pieces(length: int, chunk: int = CHUNK) -> Iterator[slice]:
+    """``[0, length)`` in slices of ``chunk``, the last one shorter."""
+    for at in range(0, length, chunk):
+        yield slice(at, min(at + chunk, length))
+
+
+def prefill(model: Any, ids: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Any]:
+    """Read ``ids`` (1, T) in pieces, so that a bounded memory stays bounded while it reads.
+
+    Returns:
+        The last position's logits ``(V,)`` and the cache.
+    """
+    cache = DynamicCache(config=model.config)
+    logits = None
+    for piece in pieces(ids.shape[1], chunk):
+        logits = model(ids[:, piece], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+    assert logits is not None, "there is no token to read"
+    return logits, cache
 
 
 # the next (B, n) ids of a text in, the hidden states (B, n, E) of their positions out

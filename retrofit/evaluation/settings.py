@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from patches.errors import RetrofitError, one_of
+from patches.errors import RetrofitError
 from retrofit.settings import Checked, setting
 
-RULER = "ruler"  # all of its tasks
+PROBES = ("identity", "recall", "passkey")
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -28,10 +28,10 @@ class Settings(Checked):
     seq_len: int | None = setting(None, "Tokens of a row of the text (default: 4 times W + S).", least=2)
     eval_rows: int = setting(16, "Rows of the text.", least=1, flag="--rows")
     probes: tuple[str, ...] = setting(
-        ("identity", "recall", "passkey"),
-        "Probe: identity, recall, passkey, niah_..., ruler, gsm8k, squad, mmlu, arc_easy, arc_challenge or hellaswag; "
-        "repeat for more. With --data, none is run unless you name it.",
+        PROBES,
+        "Probe: identity, recall or passkey; repeat for more. With --data or --tasks, none is run unless you name it.",
         flag="--probe",
+        choices=PROBES,
     )
     lengths: tuple[int, ...] = setting(
         (),
@@ -40,24 +40,22 @@ class Settings(Checked):
         least=1,
     )
     depths: tuple[float, ...] = setting(
-        (0.0, 0.25, 0.5, 0.75, 1.0), "Depth of a needle; repeat for more.", flag="--depth", least=0, most=1
+        (0.0, 0.25, 0.5, 0.75, 1.0), "Depth of the pass key; repeat for more.", flag="--depth", least=0, most=1
     )
     samples: int = setting(5, "Samples of a probe at each length and depth.", least=1)
     bindings: tuple[int, ...] = setting((1, 4, 16), "Pairs to remember in recall; repeat for more.", least=1)
-    haystack: str | None = setting(None, "Text to hide needles in (default: made-up sentences).")
     chat: bool = setting(False, "Ask through the tokenizer's chat template.")
-    benchmarks: tuple[str, ...] = setting(
-        (), "Published benchmark: longbench, lveval, infinitebench or ...-own; repeat for more.", flag="--benchmark"
-    )
-    benchmark_data: str | None = setting(None, "Folder with the benchmark's files (default: the Hub).")
-    tasks: tuple[str, ...] = setting((), "Tasks of lm-evaluation-harness, separated by commas.")
+    tasks: tuple[str, ...] = setting((), "Tasks of lm-evaluation-harness, separated by commas: ruler,longbench.")
     include_path: str | None = setting(None, "Folder with further tasks for the harness.")
     task_lengths: tuple[int, ...] = setting(
-        (), "Tokens of the harness's RULER tasks; repeat for more.", flag="--task-length", least=1
+        (), "Tokens of RULER's tasks (default: 4,096); repeat for more.", flag="--task-length", least=1
     )
-    limit: int | None = setting(
-        None, "Samples of each task (default: 100 of gsm8k, mmlu and the like, all of a benchmark).", least=1
+    max_length: int | None = setting(
+        None,
+        "Tokens of a task's prompt and answer; a longer prompt loses its beginning (default: the base's context).",
+        least=2,
     )
+    limit: int | None = setting(None, "Documents of each task, of RULER's at each length (default: all).", least=1)
     sizes: tuple[int, ...] = setting(
         (),
         "Tokens that the training-free policies keep; measures their perplexity on the text; repeat for more.",
@@ -67,22 +65,7 @@ class Settings(Checked):
     seed: int = setting(0, "Seed of the probes.", least=0, most=2**32 - 1)
     chunk: int = setting(2048, "Tokens per forward pass.", least=1)
 
-    def asked(self) -> list[str]:
-        """The probes, ``"ruler"`` written out."""
-        from retrofit.evaluation import needle, ruler
-
-        of_ruler = [*needle.VARIANTS, *ruler.NAMES]
-        named = (one for probe in self.probes for one in (of_ruler if probe == RULER else [probe]))
-        return list(dict.fromkeys(named))
-
     def __post_init__(self) -> None:
-        from retrofit.evaluation import needle, questions, ruler  # these wait for torch
-        from retrofit.evaluation.benchmarks import find_benchmark
-
         super().__post_init__()
-        for probe in self.probes:
-            one_of("probe", probe, "identity", "recall", *needle.NAMES, *ruler.NAMES, RULER, *questions.NAMES)
         if self.sizes and self.data is None:
             raise RetrofitError("perplexity by size of state needs a text: give --data")
-        for name in self.benchmarks:
-            find_benchmark(name)

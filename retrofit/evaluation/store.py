@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from patches.errors import RetrofitError
@@ -55,6 +56,20 @@ class ResultStore:
         """The results that have these values, in the order in which they came."""
         return [line for line in self.done.values() if all(line.get(key) == value for key, value in wanted.items())]
 
+    def means(self, kind: str, by: str) -> list[dict[str, Any]]:
+        """Mean ``scores`` of the results of a kind, per length and value of ``by``.
+
+        Returns:
+            A dictionary each: ``length``, ``by``'s value, ``samples``, and the mean of every row under its name.
+        """
+        groups: dict[tuple[Any, Any], list[dict[str, float]]] = {}
+        for line in self.results(kind=kind):
+            groups.setdefault((line["length"], line[by]), []).append(line["scores"])
+        return [
+            {"length": length, by: value, "samples": len(scores), **{row: _mean(scores, row) for row in scores[0]}}
+            for (length, value), scores in groups.items()
+        ]
+
     def _whole_lines(self, only_first: bool) -> list[dict[str, Any]]:
         texts = self.path.read_bytes().splitlines()[: 1 if only_first else None]
         lines: list[dict[str, Any]] = []
@@ -70,3 +85,7 @@ class ResultStore:
                 raise RetrofitError(f"{self.path}, line {number} is not a result: choose another folder") from None
             lines.append(line)
         return lines
+
+
+def _mean(scores: list[dict[str, float]], row: str) -> float:
+    return fmean(one[row] for one in scores)

@@ -36,15 +36,9 @@ def tables(summary: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]], dic
     if summary["recall"] is not None:
         columns = {"length": ("tokens", ",d"), "bindings": ("bindings", "d")} | scores
         found.append(("keyed recall", summary["recall"], columns))
-    counted = {"task": ("", ""), "samples": ("samples", "d")} | scores | {"note": ("", "")}
-    if summary["needles"] is not None:
-        found.append(("needles found", summary["needles"], counted))
-    if summary["answers"] is not None:
-        lines = [{**line, "fits": "yes" if line["fits"] else "no"} for line in summary["answers"]]
-        columns = {"task": ("", ""), "fits": ("fits in S + W", "")} | counted
-        found.append(("right answers, in the mean", sorted(lines, key=lambda line: line["task"]), columns))
-    for name, one in summary["benchmarks"].items():
-        found.append((name, one["scores"], counted))
+    if summary["passkey"] is not None:
+        columns = {"length": ("tokens", ",d"), "depth": ("depth", ".0%")} | scores
+        found.append(("pass keys found", summary["passkey"], columns))
     if summary["harness"] is not None:
         values = {name: (name, ".3f") for name in names}
         found.append(("harness", summary["harness"], {"task": ("", ""), "metric": ("", "")} | values))

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from patches.errors import RetrofitError
-from retrofit.evaluation.answering import CHUNK
 from retrofit.evaluation.contenders import Contender, lossless, ready
-from retrofit.evaluation.scores import cached_readers, scored_pieces
+from retrofit.evaluation.scores import CHUNK, cached_readers, scored_pieces
 from retrofit.evaluation.store import ResultStore
 
 

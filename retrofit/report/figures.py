@@ -184,16 +184,11 @@ def _by_distance(
 
 
 def _probes(run: Run, styles: Styles) -> Iterator[Picture]:
-    """Keyed recall by bindings and length, then each needle task by depth and length."""
-    rows = [str(row.get("name")) for row in run.evaluation["rows"]]
-    yield from heat_map(
-        "recall", "Keyed recall", run.evaluation["recall"], rows, ("bindings", "bindings", 1), "recalled"
-    )
-    grid = run.evaluation["needle_grid"]
-    for task in dict.fromkeys(str(entry.get("task")) for entry in grid):
-        cells = [entry for entry in grid if str(entry.get("task")) == task]
-        safe = "".join(c if c.isascii() and c.isalnum() else "-" for c in task)[:60]
-        yield from heat_map(f"needles-{safe}", f"Needles: {task}", cells, rows, ("depth", "depth, %", 100), "found")
+    """Keyed recall by bindings and length, pass keys by depth and length."""
+    found = run.evaluation
+    rows = [str(row.get("name")) for row in found["rows"]]
+    yield from heat_map("recall", "Keyed recall", found["recall"], rows, ("bindings", "bindings", 1), "recalled")
+    yield from heat_map("passkey", "Pass key", found["passkey"], rows, ("depth", "depth, %", 100), "found")
 
 
 def _costs(run: Run, styles: Styles) -> Iterator[Picture]:

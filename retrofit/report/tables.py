@@ -21,7 +21,10 @@ EVALUATION = {
     "sinks": ("sinks", ",.0f"),
     "kept_bytes": TRAINING["kept_bytes"],
 }
-EVALUATION |= {key: TRAINING[key] for key in ("kl", "kl_gap_closed", "nll")} | {"recall": ("keyed recall", ".1%")}
+EVALUATION |= {key: TRAINING[key] for key in ("kl", "kl_gap_closed", "nll")} | {
+    "recall": ("keyed recall", ".1%"),
+    "passkey": ("pass key", ".1%"),
+}
 COSTS = {
     "length": ("context, tokens", ",.0f"),
     "prefill_seconds": ("prefill, s", ",.3f"),
@@ -48,11 +51,10 @@ def tables(run: Run) -> Iterator[Table]:
     """Every table there is something for."""
     yield from _table("Results", "Held-out rows, after training", run.metrics["rows"], TRAINING)
     yield from _evaluation(run.evaluation)
-    tasks = {name: part["scores"] for name, part in run.evaluation["benchmarks"].items()}
-    for title, scores in (tasks | {"lm-evaluation-harness": run.evaluation["harness"]}).items():
-        lines = [{**line, "name": " ".join(str(line[k]) for k in ("task", "metric") if line.get(k))} for line in scores]
-        figures = {str(row.get("name")): (str(row.get("name")), ".3f") for row in run.evaluation["rows"]}
-        yield from _table("Results", title, lines, figures)
+    scores = run.evaluation["harness"]
+    lines = [{**line, "name": " ".join(str(line[k]) for k in ("task", "metric") if line.get(k))} for line in scores]
+    figures = {str(row.get("name")): (str(row.get("name")), ".3f") for row in run.evaluation["rows"]}
+    yield from _table("Results", "lm-evaluation-harness", lines, figures)
     yield from _table("Costs", "All lengths", [{**row, "name": shown(row["name"])} for row in run.bench], COSTS)
 
 
@@ -70,16 +72,15 @@ def _table(section: str, title: str, rows: Iterable[Row], columns: Columns) -> I
 def _evaluation(evaluation: Row) -> Iterator[Table]:
     """A row per contender: what it is, the text, the probes."""
     whole: Row = next((entry for entry in evaluation["text"] if entry.get("beyond") is None), {})
-    needles = {f"needle {at}": entry for at, entry in enumerate(evaluation["needles"])}
     rows = []
     for contender in evaluation["rows"]:
         name = str(contender.get("name"))
         row = {**contender, **{key: whole.get(key, {}).get(name) for key in ("kl", "kl_gap_closed", "nll")}}
-        recalled = [value for entry in evaluation["recall"] if (value := number(entry.get(name))) is not None]
-        row["recall"] = sum(recalled) / len(recalled) if recalled else None
-        rows.append(row | {key: entry.get(name) for key, entry in needles.items()})
-    columns = EVALUATION | {key: (str(entry.get("task")), ".1%") for key, entry in needles.items()}
-    for table in _table("Results", "Evaluation", rows, columns):
+        for probe in ("recall", "passkey"):
+            shares = [value for entry in evaluation[probe] if (value := number(entry.get(name))) is not None]
+            row[probe] = sum(shares) / len(shares) if shares else None
+        rows.append(row)
+    for table in _table("Results", "Evaluation", rows, EVALUATION):
         same = evaluation["identity"]
         if same:
             table.header.append("equals its base up to S + W")

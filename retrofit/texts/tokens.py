@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patches.errors import RetrofitError
 from retrofit.texts.chat import ChatTokenizer, cut
-from retrofit.texts.sources import Source, open_source, reading
+from retrofit.texts.sources import Source, reading
 from retrofit.untrusted import checked_text
 
 COLUMNS = {"text": ["text"], "chat": ["messages", "conversations"]}
@@ -147,13 +147,6 @@ def find_column(source: Source, data_format: str) -> str:
         names = " and ".join(map(repr, unread))
         print(f"note: {source.name} also has {names}, which is not read", file=sys.stderr)
     return found[kinds[0]][0]
-
-
-def read_documents(source: str) -> str:
-    """All documents of ``source`` as one text; errors as :func:`~retrofit.texts.sources.open_source`."""
-    opened = open_source(source, split=None)
-    column = find_column(opened, "text")
-    return "\n\n".join(checked_text(value, where, repr(column)) for where, value in opened.read(column))
 
 
 def _identity(tokenizer: Any) -> Any:

@@ -1,9 +1,7 @@
 """Malformed recipes, data, results, checkpoints of a run and benchmark files: each is refused in one sentence."""
 
 import copy
-import io
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from distill.parallel.zero import find_config
 from distill.recipe import DistillKeys, shipped_recipes
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
-from retrofit.evaluation.benchmarks import load_benchmark
 from retrofit.evaluation.perplexity import read_sequences
 from retrofit.evaluation.settings import Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
@@ -337,33 +334,6 @@ def test_lora_weights(tmp_path: Path, make_base: Any) -> None:
     def check(content: bytes) -> None:
         put(file, content)
         refusal("LoRA", lambda: load_lora(model, tmp_path))
-
-    check()
-
-
-def test_benchmark_files(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = [{"context": "c", "input": "who?", "answers": ["Ann"], "all_classes": None, "_id": "x", "length": 3}]
-    plain, packed = tmp_path / "hotpotqa.jsonl", tmp_path / "data.zip"
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("data/hotpotqa.jsonl", lines(rows))
-
-    @share(0.06)
-    @given(st.one_of(documents(rows), damaged(lines(rows))), damaged(buffer.getvalue()), st.booleans())
-    def check(content: Any, archive: bytes, zipped: bool) -> None:
-        plain.unlink(missing_ok=True)
-        packed.unlink(missing_ok=True)
-        if zipped:
-            put(packed, archive)
-        else:
-            put(plain, content if isinstance(content, bytes) else lines(content))
-
-        def read() -> None:
-            for task in load_benchmark("longbench", str(tmp_path), byte_tokenizer, tasks=["hotpotqa"]):
-                for sample in task.samples:
-                    task.metric("an answer", sample)
-
-        refusal("benchmark", read)
 
     check()
 

@@ -16,7 +16,7 @@ from patches.kinds import KINDS
 from retrofit.bench import machine, roofline, run
 from retrofit.bench.models import FULL, prompt
 from retrofit.costs.estimate import Device
-from retrofit.evaluation.answering import prefill
+from retrofit.evaluation.scores import prefill
 from tests.helpers import awaken
 
 BEST = Device(tflops=1e-3, bandwidth=1)

@@ -15,10 +15,8 @@ from typer.testing import CliRunner
 import retrofit
 from cli import app
 from patches.errors import RetrofitError
-from retrofit.evaluation import run as evaluation
-from retrofit.evaluation.answering import answer
-from retrofit.evaluation.contenders import EQUAL, Contender, contenders, load_contenders, lossless, ready
-from retrofit.evaluation.identity import identity
+from retrofit.evaluation import passkey
+from retrofit.evaluation.contenders import EQUAL, Contender, contenders, identity, load_contenders, lossless, ready
 from retrofit.evaluation.recall import _recalled
 from retrofit.evaluation.run import run_evaluation
 from retrofit.evaluation.settings import Settings
@@ -80,18 +78,6 @@ def test_text_is_scored_alike_in_any_chunks(make_base: MakeBase, kind: str, chun
                 assert entry[what][row.name] == pytest.approx(expected, abs=1e-5)
 
 
-def test_answers_are_those_of_generate(make_base: MakeBase, byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    model = awake(make_base("Llama", vocab_size=len(byte_tokenizer)), "ahn-gdn")
-    ids = torch.randint(3, 250, (1, 33))
-    tokens_ = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 33:]
-    expected = byte_tokenizer.decode(tokens_, skip_special_tokens=True)
-    with torch.no_grad():
-        said = answer(model, byte_tokenizer, ids, max_new_tokens=12, chunk=10)
-        assert said == expected
-        stop = expected[4:6]
-        assert answer(model, byte_tokenizer, ids, max_new_tokens=12, stop=(stop,)) == expected[: expected.index(stop)]
-
-
 def test_recall_sees_what_a_model_predicts(make_base: MakeBase) -> None:
     model = make_base("Qwen2")
     ids = tokens(1, 30)[0]
@@ -135,23 +121,20 @@ def test_an_interrupted_evaluation_goes_on(settings: Settings, tmp_path: Path, m
     assert whole["text"][-1]["kl"]["teacher"] == 0.0
     assert whole["text"][-1]["kl_gap_closed"]["window-only"] == 0.0
     assert [(entry["length"], entry["bindings"], entry["samples"]) for entry in whole["recall"]] == [(400, 2, 2)]
-    assert [entry["samples"] for entry in whole["needles"]] == [4]
-    assert [entry["depth"] for entry in whole["needle_grid"]] == [0.0, 1.0]
+    assert [(entry["depth"], entry["samples"]) for entry in whole["passkey"]] == [(0.0, 2), (1.0, 2)]
     assert json.loads((tmp_path / "whole" / "eval.json").read_text()) == json.loads(json.dumps(whole))
 
     lines = (tmp_path / "whole" / "results.jsonl").read_text().splitlines()
     part = tmp_path / "part"
     part.mkdir()
-    (part / "results.jsonl").write_text("\n".join(lines[:9]) + "\n" + lines[9][:15])  # killed while it wrote
+    (part / "results.jsonl").write_text("\n".join(lines[:7]) + "\n" + lines[7][:15])  # killed while it wrote
     answered = []
-    original = evaluation.run_tasks
-    monkeypatch.setattr("retrofit.evaluation.asking.answer", lambda model, *a, **k: answered.append(model) or "nothing")
-    monkeypatch.setattr(evaluation, "run_tasks", original)
+    monkeypatch.setattr(passkey, "answer", lambda model, *_: answered.append(model) or "nothing")
     run_evaluation(settings, part)
     again = (part / "results.jsonl").read_text().splitlines()
     assert len(again) == len(lines)
-    assert again[:9] == lines[:9]
-    assert len(answered) == sum('"kind": "answer"' in line for line in lines[9:])
+    assert again[:7] == lines[:7]
+    assert len(answered) == 4 * sum('"kind": "passkey"' in line for line in lines[7:])
 
 
 def test_results_of_other_settings_are_not_mixed(settings: Settings, tmp_path: Path) -> None:
@@ -178,14 +161,14 @@ def test_the_command(byte_checkpoint: Path, adapter: Path, tmp_path: Path) -> No
     for title in ("bit-identical", "KL by distance", "keyed recall"):
         assert title in done.output
     summary = json.loads((out / "eval.json").read_text())
-    assert summary["needles"] is None
+    assert summary["passkey"] is None
     assert all(math.isfinite(value) for value in summary["text"][-1]["kl"].values())
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--probe", "needle"), "probe: 'needle' is not one of"),
+        (("--probe", "needle"), "probes: 'needle' is not one of"),
         (("--data", "nowhere.txt"), "there is no file or folder nowhere.txt"),
         (("--chat",), "has no chat template"),
         (("--probe", "recall", "--length", 60, "--bindings", 99), "99 bindings do not fit into 60 tokens"),
@@ -218,58 +201,24 @@ def test_results_that_are_none_are_not_overwritten(settings: Settings, tmp_path:
         (out / name).unlink()
 
 
-def test_benchmarks_harness_and_sizes_beside_one_another(settings: Settings, tmp_path: Path) -> None:
-    for name in ("lm_eval", "jieba"):
-        pytest.importorskip(name, reason=f"{name} is not installed")
-    published = tmp_path / "longbench"
-    published.mkdir()
-    row = {
-        "input": "Who?",
-        "context": "It was Ann. " * 9,
-        "answers": ["Ann"],
-        "length": 9,
-        "all_classes": None,
-        "_id": "x",
-    }
-    for task in ("hotpotqa", "musique", "narrativeqa", "qmsum", "triviaqa", "dureader"):
-        (published / f"{task}.jsonl").write_text(
-            json.dumps({**row, "dataset": task, "language": "en", "_id": "x"}) + "\n"
-        )
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    (tasks / "docs.jsonl").write_text(
-        json.dumps({"text": "to be or not", "choices": [" to be", " tee"], "gold": 0}) + "\n"
-    )
-    (tasks / "local.yaml").write_text(
-        "task: local_choice\ndataset_path: json\ndataset_kwargs:\n  data_files:\n"
-        f"    test: {tasks / 'docs.jsonl'}\ntest_split: test\noutput_type: multiple_choice\n"
-        'doc_to_text: "{{text}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{gold}}"\n'
-        "metric_list:\n  - metric: acc\n"
-    )
+def test_a_needle_and_sizes_beside_one_another(settings: Settings, tmp_path: Path) -> None:
+    """The harness makes the needle by itself, at any length; so many of each length are asked."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
     asked = replace(
-        settings,
-        probes=(),
-        benchmarks=("longbench",),
-        benchmark_data=str(published),
-        tasks=("local_choice",),
-        include_path=str(tasks),
-        limit=1,
-        sizes=(6, 12),
-        seq_len=40,
+        settings, probes=(), tasks=("niah_single_1",), task_lengths=(700, 800), limit=1, sizes=(6, 12), seq_len=40
     )
     summary = run_evaluation(asked, tmp_path / "out")
-    longbench = summary["benchmarks"]["longbench"]
-    assert "window=8064, this model has 8" in longbench["departures"][0]
-    assert len(longbench["scores"]) == 6
-    assert all(0 <= entry[row] <= 1 for entry in longbench["scores"] for row in ("teacher", "window-only", "first"))
-    assert {entry["task"] for entry in summary["harness"]} == {"local_choice"}
+    assert [(entry["task"], entry["metric"]) for entry in summary["harness"]] == [
+        ("niah_single_1", "700"),
+        ("niah_single_1", "800"),
+    ]
+    names = ("teacher", "window-only", EQUAL, "first")
+    assert all(entry[row] in (0, 1) for entry in summary["harness"] for row in names)
     assert [entry["policy"] for entry in summary["sizes"]] == ["full", "window", "window+4", "h2o", "tova"]
     titles = [title for title, _, _ in tables(summary)]
-    assert titles[-3:] == ["longbench", "harness", "perplexity by size of state"]
+    assert titles[-2:] == ["harness", "perplexity by size of state"]
 
 
 def test_sizes_want_a_text(settings: Settings) -> None:
     with pytest.raises(RetrofitError, match="needs a text: give --data"):
         replace(settings, data=None, sizes=(64,))
-    with pytest.raises(RetrofitError, match="benchmark: 'longbanch' is not one of"):
-        replace(settings, benchmarks=("longbanch",))

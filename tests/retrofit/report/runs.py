@@ -59,12 +59,8 @@ def evaluation(name: str = "joint") -> dict[str, Any]:
             for beyond in (0, 8, 16, None)
         ],
         "recall": [{"length": n, "bindings": b, "samples": 3, **shares} for n in (64, 128) for b in (1, 4)],
-        "needles": [{"task": "passkey", "samples": 3, **shares}],
-        "needle_grid": [
-            {"task": "passkey", "length": length, "depth": depth, "samples": 3, **shares}
-            for length in (64, 128)
-            for depth in (0.0, 1.0)
-        ],
+        "passkey": [{"length": n, "depth": depth, "samples": 3, **shares} for n in (64, 128) for depth in (0.0, 1.0)],
+        "harness": [{"task": "niah_single_1", "metric": "4096", **shares}],
     }
 
 

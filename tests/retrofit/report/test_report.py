@@ -18,7 +18,7 @@ from tests.retrofit.report.runs import NASTY, training, write_run
 
 ALL = {
     *("loss", "gap-closed", "learning-rate", "layers", "kl-by-position", "text-kl-by-position", "text-nll-by-position"),
-    *("recall", "needles-passkey", "prefill", "cache"),
+    *("recall", "passkey", "prefill", "cache"),
 }
 
 
@@ -46,7 +46,8 @@ def test_a_whole_run(run: Path) -> None:
         "memory: &#34;joint&#34;",
         "12,345",
         "2.99.9",
-        "passkey",
+        "pass key",
+        "niah_single_1 4096",
     ):
         assert words in text, words
     assert text.count("<svg role") == len(ALL)
@@ -114,7 +115,7 @@ def test_names_that_are_hard_to_draw(run: Path) -> None:
         ("metrics.json", set(), "metrics.json is missing: the run has not finished"),
         ("log.jsonl", {"loss", "gap-closed", "learning-rate", "layers", "kl-by-position"}, "log.jsonl is missing"),
         ("recipe.yaml", set(), "recipe.yaml is missing"),
-        ("eval/eval.json", {name for name in ALL if name.startswith(("text", "recall", "needles"))}, "No evaluation"),
+        ("eval/eval.json", {name for name in ALL if name.startswith(("text", "recall", "passkey"))}, "No evaluation"),
         ("bench.json", {"prefill", "cache"}, "No costs"),
     ],
 )
@@ -221,12 +222,12 @@ def test_everyone_keeps_his_colour(run: Path) -> None:
 def test_heat_maps_put_each_share_where_it_belongs(run: Path) -> None:
     path = run / "eval" / "eval.json"
     found = json.loads(path.read_text())
-    found["needle_grid"] = [
-        {"task": "passkey", "length": n, "depth": depth, "samples": 3, "joint": share}
+    found["passkey"] = [
+        {"length": n, "depth": depth, "samples": 3, "joint": share}
         for (n, depth), share in {(128, 1.0): 0.1, (64, 0.0): 0.2, (128, 0.0): 0.3}.items()
     ]
     path.write_text(json.dumps(found))
-    (needles,) = [picture for picture in pictures(collect(run)) if picture.name == "needles-passkey"]
+    (needles,) = [picture for picture in pictures(collect(run)) if picture.name == "passkey"]
     axes = needles.figure.axes[0]
     # by depth from the top, then by length; 64 tokens at the end were not measured
     assert [text.get_text() for text in axes.texts] == ["20", "30", "–", "10"]
@@ -243,7 +244,7 @@ def test_a_teacher_that_finds_nothing_is_no_fault_of_the_memory(run: Path) -> No
     path.write_text(json.dumps(found))
     notes = {picture.name: picture.note for picture in pictures(collect(run))}
     assert "where the base cannot" in notes["recall"]
-    assert "where the base cannot" not in notes["needles-passkey"]
+    assert "where the base cannot" not in notes["passkey"]
 
 
 def test_a_long_run_is_thinned_by_means() -> None:

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 from distill.data.split import load_rows
 from patches.errors import RetrofitError
 from retrofit.evaluation.perplexity import read_sequences
-from retrofit.texts.tokens import read_documents
 from tests.retrofit.texts.test_sources import BAD_LINES, WRITERS, Writer
 from tests.test_cli import refused, run
 
@@ -43,7 +42,6 @@ def test_every_source_gives_the_rows_that_are_trained_on(
     whole = [row for row in (trained.train[at]["input_ids"] for at in range(len(trained.train))) if len(row) == 50]
     assert read_sequences(source, byte_tokenizer, length=50).tolist() == [row.tolist() for row in whole]
     assert len(whole) == (10 if split == "test" else 24)
-    assert read_documents(source) == "\n\n".join(TEXTS[:1] if split == "test" else TEXTS)
 
 
 def test_conversations_are_read_through_the_template(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -59,7 +57,6 @@ def verbs(base: object, source: object, out: Path) -> dict[str, list[object]]:
         "distill": ["distill", base, "--data", source, "--max-length", 32, "--window", 8, "-o", out],
         "patch": ["patch", base, "--memory", "expected", "--window", 8, "--data", source, "-o", out],
         "eval": ["eval", base, "--window", 8, "--data", source, "-o", out],
-        "haystack": ["eval", base, "--window", 8, "--haystack", source, "-o", out],
         "allocate": ["allocate", base, "--data", source, "--bytes", 9999, "--length", 32, "-o", out],
     }
 

@@ -4,8 +4,6 @@ Follow a token here: projected and rotated, it enters the window; W tokens later
 to its state (or, if it is a sink, keeps it); from then on queries read it there.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -86,10 +84,15 @@ class MemoryAttention(Host):
             key_bias=self.key_bias(hidden_states) if memory.needs_key_bias else None,
             plain_q=plain[0] if memory.needs_plain_queries else None,
         )
-        with _on_its_device(layer, cache):
-            joined = memory(step)
-            if joined is None:
-                return self._attend_as_base(step, attention_mask, kwargs)
+        offloads = getattr(cache, "offloading", False)
+        if offloads:
+            layer.prefetch()
+        joined = memory(step)
+        exact = self._attend_as_base(step, attention_mask, kwargs) if joined is None else None
+        if offloads:
+            layer.offload()
+        if exact is not None:
+            return exact
         heads, added = joined
         # with one token, a view replaces the transpose
         heads = heads.reshape(len(heads), 1, -1) if heads.shape[2] == 1 else heads.transpose(1, 2).flatten(2)
@@ -130,14 +133,3 @@ def _tables_for_heads(now: Pass, cos: Tensor, sin: Tensor) -> Turn:
     if "tables" not in now.results:
         now.results["tables"] = for_heads(cos, sin)
     return now.results["tables"]
-
-
-@contextmanager
-def _on_its_device(layer: MemoryCacheLayer, cache: Cache | None) -> Iterator[None]:
-    """Inside the block the layer's tensors are on their own device, though the cache may offload them."""
-    if not getattr(cache, "offloading", False):
-        yield
-        return
-    layer.prefetch()
-    yield
-    layer.offload()

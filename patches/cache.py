@@ -215,8 +215,8 @@ class MemoryCacheLayer(DynamicLayer):
     def replace(self, now: Pass, k: Tensor, v: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Plain decoding: put a token in the place of the one it evicts; returns that one's key, value and gates."""
         in_ring, place = now.places(self.window, self.sinks)
-        old = None if gates is None else _exchange(self.gates, in_ring, gates)
-        return _exchange(self.keys, place, k), _exchange(self.values, place, v), old
+        old = None if gates is None else _exchange_token(self.gates, in_ring, gates)
+        return _exchange_token(self.keys, place, k), _exchange_token(self.values, place, v), old
 
     def take_tensors(self) -> None:
         """Make sure that tensors may be written to in place: that no fork holds them, too, and that they were not made
@@ -361,7 +361,7 @@ class MemoryCache(DynamicCache):
             layer = cache.layers[index]
             if not isinstance(layer, MemoryCacheLayer) and layer.get_seq_length():
                 raise RetrofitError(FILLED_WITHOUT)
-            if not isinstance(layer, MemoryCacheLayer) or not _belongs(layer, memory, cache.sequence, index):
+            if not isinstance(layer, MemoryCacheLayer) or not _check_owner(layer, memory, cache.sequence, index):
                 facts = (memory.kind, memory.window, memory.sinks, memory.options, memory.capacity)
                 cache.layers[index] = MemoryCacheLayer(*facts, cache.sequence)
         return cache
@@ -433,7 +433,7 @@ def _refuse_cache(cache: Cache) -> None:
         raise RetrofitError(FILLED_WITHOUT)
 
 
-def _belongs(layer: MemoryCacheLayer, memory: Any, sequence: SequenceState, index: int) -> bool:
+def _check_owner(layer: MemoryCacheLayer, memory: Any, sequence: SequenceState, index: int) -> bool:
     """Whether a layer is this memory's; raises ``RetrofitError`` where it holds what another has written."""
     alike = (layer.kind, layer.window, layer.sinks) == (memory.kind, memory.window, memory.sinks)
     if alike and (torch.compiler.is_compiling() or layer.options == memory.options):
@@ -458,7 +458,7 @@ def _take_last(x: Tensor, length: int) -> Tensor:
     return x[:, :, -missing:] if missing <= 0 else fill(x, (0, 0) * (x.dim() - 3) + (missing, 0))
 
 
-def _exchange(held: Tensor, place: Tensor, new: Tensor) -> Tensor:
+def _exchange_token(held: Tensor, place: Tensor, new: Tensor) -> Tensor:
     """Write ``new`` (B, H, 1, ...) at ``place`` (1 or B,) of ``held`` (B, H, T, ...) and return what was there."""
     if len(place) == 1:
         old = held.index_select(2, place)

@@ -81,7 +81,7 @@ class Compressive(WindowMemory):
         return self.sinks + index - self.options.ratio * groups + 1 + groups.clamp_max(self.rows)
 
     def pooled(self, tokens: Tensor, turn: Turn | None) -> Tensor:
-        """Groups ``(B, H_kv, g * ratio, D)`` -> rows ``(B, H_kv, g, D)``; ``turn``: see :meth:`_turn`, for keys."""
+        """Groups ``(B, H_kv, g * ratio, D)`` -> rows ``(B, H_kv, g, D)``; keys with :meth:`_find_turn`."""
         ratio = self.options.ratio
         if self.options.pool == "average":
             return tokens.unflatten(2, (-1, ratio)).mean(3)
@@ -90,7 +90,7 @@ class Compressive(WindowMemory):
         tokens = unrotate(tokens.to(turn[0].dtype), *turn).to(tokens.dtype)
         return rotate(tokens.unflatten(2, (-1, ratio)).amax(3).to(turn[0].dtype), *turn).to(tokens.dtype)
 
-    def _turn(self, step: Step) -> Turn | None:
+    def _find_turn(self, step: Step) -> Turn | None:
         """Tables that turn position 0 to that of each text's first token ``(1, 1, D)``, if that is another one.
 
         The largest channel of rotated keys is not the same at other positions: a text is pooled as it is by itself.
@@ -105,21 +105,21 @@ class Compressive(WindowMemory):
         first, state = gone.first, step.layer.state
         frame = Frame(step.now.seen + gone.start, gone.count, self.sinks, self.options.ratio)  # of the evicted tokens
         if step.now.decoding:
-            return join((near, lse), self._decode(step, state, gone, frame)), None
-        keys = self._line_up(state.get("keys"), gone.k, self._turn(step), frame)
+            return join((near, lse), self._decode_token(step, state, gone, frame)), None
+        keys = self._line_up(state.get("keys"), gone.k, self._find_turn(step), frame)
         values = self._line_up(state.get("values"), gone.v, None, frame)
         if step.layer.keeps:
-            step.layer.state = {"keys": self._keep(keys, frame), "values": self._keep(values, frame)}
+            step.layer.state = {"keys": self._keep_state(keys, frame), "values": self._keep_state(values, frame)}
         q = frame.lay(step.q[:, :, first:], step.now.seen + gone.start)
-        out, far = self._attend(q, keys, values, frame, step)
+        out, far = self._attend_blocks(q, keys, values, frame, step)
         far_part = frame.collect(out, None), frame.collect(far.unsqueeze(-1), None).squeeze(-1)
         seen = join((near[:, :, first:], lse[:, :, first:]), far_part)
         return (torch.cat([near[:, :, :first], seen], 2) if first else seen), None
 
-    def _decode(self, step: Step, state: dict[str, Tensor], gone: Evicted, frame: Frame) -> Part:
+    def _decode_token(self, step: Step, state: dict[str, Tensor], gone: Evicted, frame: Frame) -> Part:
         """What one token's query sees of the state, once the token that it evicts is in there."""
         complete = (frame.last + 1) // self.options.ratio
-        for name, token, turn in (("keys", gone.k, self._turn(step)), ("values", gone.v, None)):
+        for name, token, turn in (("keys", gone.k, self._find_turn(step)), ("values", gone.v, None)):
             held = state[name]
             if (frame.last + 1) % self.options.ratio == 0:
                 pooled = self.pooled(torch.cat([held[:, :, self.rows :], token], 2), turn)[:, :, 0]
@@ -143,7 +143,7 @@ class Compressive(WindowMemory):
         queue = held[:, :, (oldest + torch.arange(self.rows, device=x.device)) % self.rows]
         return Line(waiting, tokens, torch.cat([queue, self.pooled(tokens, turn)], 2))
 
-    def _keep(self, line: "Line", frame: Frame) -> Tensor:
+    def _keep_state(self, line: "Line", frame: Frame) -> Tensor:
         """The state after this call."""
         ratio, device = self.options.ratio, line.rows.device
         oldest = frame.base // ratio - self.rows
@@ -151,7 +151,7 @@ class Compressive(WindowMemory):
         token = newest_at_places(frame.last + 1, self.tail, device) - frame.start + self.tail
         return torch.cat([line.rows[:, :, group], line.waiting[:, :, token]], 2)
 
-    def _attend(self, q: Tensor, keys: "Line", values: "Line", frame: Frame, step: Step) -> Part:
+    def _attend_blocks(self, q: Tensor, keys: "Line", values: "Line", frame: Frame, step: Step) -> Part:
         """What the frame's queries see of rows and of tokens whose group is not complete."""
         ratio, device = self.options.ratio, q.device
         size = min(frame.size, max(64, self.rows // 2) // ratio * ratio or ratio)
@@ -165,9 +165,9 @@ class Compressive(WindowMemory):
 
         rows = Place(keys.rows, values.rows, size // ratio, self.rows + size // ratio)
         tokens = Place(keys.tokens, values.tokens, size, size)
-        return look_in_blocks(q, size, (rows, tokens), self._sight(size, device), there, step.scale, step.dropout)
+        return look_in_blocks(q, size, (rows, tokens), self._make_sight(size, device), there, step.scale, step.dropout)
 
-    def _sight(self, size: int, device: torch.device) -> Tensor:
+    def _make_sight(self, size: int, device: torch.device) -> Tensor:
         """Which rows and tokens the ``size`` queries of a block see, if they are there ``(1, size, keys)``.
 
         Rows count from R before the block's first group, tokens from its first one, which each query has just evicted.
@@ -175,7 +175,7 @@ class Compressive(WindowMemory):
 
         >>> from types import SimpleNamespace as of
         >>> of_two = of(options=of(ratio=2), rows=1)
-        >>> Compressive._sight(of_two, 4, torch.device("cpu"))[0].int().tolist()  # 3 rows, 4 tokens
+        >>> Compressive._make_sight(of_two, 4, torch.device("cpu"))[0].int().tolist()  # 3 rows, 4 tokens
         [[1, 0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0]]
         """
         ratio, token = self.options.ratio, torch.arange(size, device=device)

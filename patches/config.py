@@ -48,7 +48,7 @@ class MemoryConfig:
         check_window(self.window, self.sinks)
         one_of("others", self.others, "full", "window")
         if self.layers is not None:
-            self.layers = _indices(self.layers)
+            self.layers = _read_indices(self.layers)
         if not isinstance(self.kind, str) or not isinstance(self.options, dict):
             raise RetrofitError("the memory's configuration needs a name as its kind and a mapping as its options")
         if self.rotary_dtype is not None:
@@ -160,7 +160,7 @@ class MemoryConfig:
         return found
 
 
-def _indices(layers: Any) -> list[int]:
+def _read_indices(layers: Any) -> list[int]:
     """Layer indices in order, each once."""
     if not isinstance(layers, list | tuple | range | set) or not all(type(index) is int for index in layers):
         raise RetrofitError(f"layers={layers!r}: give a list of layer indices, such as [0, 2]")

@@ -144,12 +144,12 @@ class Eviction(Memory):
         """As for every memory: tokens beyond S + W, positions (int32) and scores of all tokens."""
         score = wide(dtype).itemsize if self.accumulates else 0
         if tokens is not None and tokens <= self.capacity:
-            return self._sets * tokens * score  # scores are kept from the first token on
+            return self._set_count * tokens * score  # scores are kept from the first token on
         kept = 2 * self.kv_heads * self.head_dim * (self.capacity - self.window - self.sinks) * dtype.itemsize
-        return kept + self._sets * self.capacity * (torch.int32.itemsize + score)
+        return kept + self._set_count * self.capacity * (torch.int32.itemsize + score)
 
     def state_shapes(self, tokens: int) -> dict[str, tuple[int, ...]]:
-        shape = (self._sets, min(tokens, self.capacity))
+        shape = (self._set_count, min(tokens, self.capacity))
         return {"positions": shape, "scores": shape}
 
     def seen_beyond(self, t: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class Eviction(Memory):
             out, held = look(q[:, :, first:last], held, step)
             pieces.append(out)
         if step.layer.keeps:
-            self._keep(held, step)
+            self._keep_entries(held, step)
         return torch.cat(pieces, 2).reshape(step.q.shape).to(step.q.dtype), None
 
     @torch.no_grad()
@@ -178,15 +178,15 @@ class Eviction(Memory):
         for text in step.now.texts:
             one = step.of_text(text, step.layer.part(text, self.state_shapes(text.now.seen)))
             held = self._take_held(one).join(self._take_new(one))
-            score = self._look(self._split_queries(one), held, one)[1] if text.now.new else held.score
-            scores.append(pad(score.unflatten(0, (-1, self._sets)), (total - held.size, 0)))
+            score = self._attend_all(self._split_queries(one), held, one)[1] if text.now.new else held.score
+            scores.append(pad(score.unflatten(0, (-1, self._set_count)), (total - held.size, 0)))
         step.layer.state["scores"] = torch.cat(scores)
 
     # ---- two ways to look and drop; both take queries (N, H, n, D) of the last n entries held ----
 
     def _drop_after(self, q: Tensor, held: Entries, step: Step) -> tuple[Tensor, Entries]:
         """All queries look, then all surplus entries go at once, by the scores after the last query."""
-        out, score = self._look(q, held, step)
+        out, score = self._attend_all(q, held, step)
         held = held._replace(score=score)
         surplus = held.size - self.capacity
         if surplus <= 0:
@@ -204,7 +204,7 @@ class Eviction(Memory):
         until, score = self._choose_victims(logits.detach(), held)
         turn = torch.arange(n, device=q.device)
         gone = turn[:, None] > until[:, None]  # (N, n, R)
-        out = self._read(logits.masked_fill(gone.unsqueeze(1), -torch.inf).softmax(-1), held.v, step)
+        out = self._read_values(logits.masked_fill(gone.unsqueeze(1), -torch.inf).softmax(-1), held.v, step)
         index = (until < n).to(torch.int8).argsort(dim=1, stable=True)[:, : total - n]
         return out, held._replace(score=score).take(index)
 
@@ -232,7 +232,7 @@ class Eviction(Memory):
         until.scatter_(1, torch.cat(victims, 1), torch.arange(n, device=score.device).expand(len(score), -1))
         return until, score
 
-    def _look(self, q: Tensor, held: Entries, step: Step) -> tuple[Tensor, Tensor]:
+    def _attend_all(self, q: Tensor, held: Entries, step: Step) -> tuple[Tensor, Tensor]:
         """Causal attention of the queries over all entries ``(N, H, n, D)``, and the scores after it ``(N, R)``."""
         n, score, pieces = q.shape[2], held.score, []
         most = LOGITS if q.device.type == "cpu" else GPU_LOGITS
@@ -241,7 +241,7 @@ class Eviction(Memory):
             last = min(first + block, n)
             seen = held.part(0, held.size - n + last)
             weights = self._compute_logits(q[:, :, first:last], seen, step).softmax(-1)
-            pieces.append(self._read(weights, seen.v, step))
+            pieces.append(self._read_values(weights, seen.v, step))
             known = self.score(score[:, : seen.size], weights.detach())
             score = torch.cat([known, score[:, seen.size :]], 1)
         return torch.cat(pieces, 2), score
@@ -254,7 +254,7 @@ class Eviction(Memory):
         query = column[-q.shape[2] :, None]
         return logits.masked_fill(column > query, -torch.inf)
 
-    def _read(self, weights: Tensor, v: Tensor, step: Step) -> Tensor:
+    def _read_values(self, weights: Tensor, v: Tensor, step: Step) -> Tensor:
         weights = dropout(weights, step.dropout)
         return (_group_queries(weights, v) @ v.to(weights.dtype)).view(*weights.shape[:3], -1)
 
@@ -280,13 +280,13 @@ class Eviction(Memory):
             first = last
 
     @property
-    def _sets(self) -> int:
+    def _set_count(self) -> int:
         return self.kv_heads if self.options.scope == "head" else 1
 
     def _split_queries(self, step: Step) -> Tensor:
         """The new queries by set ``(N, H, n, D)``, float32 or wider."""
         q = self.plain(step.q.to(wide(step.q.dtype)), step, 0)
-        return q.unflatten(1, (self._sets, -1)).flatten(0, 1)
+        return q.unflatten(1, (self._set_count, -1)).flatten(0, 1)
 
     def _take_new(self, step: Step) -> Entries:
         return self._make_entries(self.plain(step.k, step, 0), step.v, step, 0, None)
@@ -295,9 +295,9 @@ class Eviction(Memory):
         """Entries of each set: keys and values ``(B, H_kv, n, D)`` of the tokens from ``start`` on, ``score`` (B, sets,
         n)."""
         position = step.now.indices(start, k.shape[2])
-        position = position.to(torch.int32).expand(len(k), -1).repeat_interleave(self._sets, 0)
+        position = position.to(torch.int32).expand(len(k), -1).repeat_interleave(self._set_count, 0)
         known = k.new_zeros(position.shape, dtype=wide(k.dtype)) if score is None else score.flatten(0, 1)
-        k, v = (x.unflatten(1, (self._sets, -1)).flatten(0, 1) for x in (k, v))
+        k, v = (x.unflatten(1, (self._set_count, -1)).flatten(0, 1) for x in (k, v))
         return Entries(k, v, position, known)
 
     def _take_held(self, step: Step) -> Entries:
@@ -308,18 +308,18 @@ class Eviction(Memory):
         if "positions" not in layer.state:
             k, scores = self.plain(layer.keys, step, -seen), layer.state.get("scores")
             return self._make_entries(k, layer.values, step, -seen, scores)
-        k, v = (x.unflatten(1, (self._sets, -1)).flatten(0, 1) for x in (layer.keys, layer.values))
+        k, v = (x.unflatten(1, (self._set_count, -1)).flatten(0, 1) for x in (layer.keys, layer.values))
         position = layer.state["positions"].flatten(0, 1)
         score = layer.state["scores"].flatten(0, 1) if self.accumulates else None
         return Entries(k, v, position, k.new_zeros(position.shape, dtype=wide(k.dtype)) if score is None else score)
 
-    def _keep(self, held: Entries, step: Step) -> None:
+    def _keep_entries(self, held: Entries, step: Step) -> None:
         layer = step.layer
-        layer.hold(*(x.unflatten(0, (-1, self._sets)).flatten(1, 2) for x in (held.k, held.v)))
+        layer.hold(*(x.unflatten(0, (-1, self._set_count)).flatten(1, 2) for x in (held.k, held.v)))
         layer.aligned = True
-        layer.state["positions"] = held.position.unflatten(0, (-1, self._sets))
+        layer.state["positions"] = held.position.unflatten(0, (-1, self._set_count))
         if self.accumulates:
-            layer.state["scores"] = held.score.unflatten(0, (-1, self._sets))
+            layer.state["scores"] = held.score.unflatten(0, (-1, self._set_count))
 
 
 def _group_queries(x: Tensor, like: Tensor) -> Tensor:

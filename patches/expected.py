@@ -124,7 +124,7 @@ def quantise(x: Tensor, channels: Channels, bits: int) -> tuple[Tensor, Tensor]:
     largest, farthest = (vector_norm(each, math.inf, -1, True) for each in (far / channels.spread.unsqueeze(-2), far))
     most = (farthest * (COARSER / channels.spread.amax(-1)[:, None, None])).clamp_max(LARGEST)
     scale = (torch.where(largest > most, -farthest, largest) / half).to(torch.float16)
-    codes = (far / _steps(scale, channels.spread).clamp_min(SMALLEST) + half).round().clamp(0, 2 * half)
+    codes = (far / _compute_steps(scale, channels.spread).clamp_min(SMALLEST) + half).round().clamp(0, 2 * half)
     return _pack(codes.to(torch.uint8), bits), scale
 
 
@@ -133,10 +133,10 @@ def restore(codes: Tensor, scale: Tensor, channels: Channels, bits: int) -> Tens
     mean, spread = channels
     codes = _unpack(codes, bits)
     levels = codes.to(mean.dtype).sub_((2**bits - 1) / 2)
-    return _steps(scale, spread).mul_(levels).add_(mean.unsqueeze(-2))
+    return _compute_steps(scale, spread).mul_(levels).add_(mean.unsqueeze(-2))
 
 
-def _steps(scale: Tensor, spread: Tensor) -> Tensor:
+def _compute_steps(scale: Tensor, spread: Tensor) -> Tensor:
     """From one level of a number to the next ``(B, H, n, D)``, in the dtype of ``spread``."""
     scale = scale.to(spread.dtype)
     return (spread.unsqueeze(-2) * scale.clamp_min(0)).add_((-scale).clamp_min(0))  # choosing takes twice as long
@@ -253,9 +253,9 @@ class ExpectedAttention(WindowMemory):
     def usual_rows(self) -> int:
         """R where nothing is said."""
         state = self.heads * self.head_dim**2 * torch.float32.itemsize
-        return max(1, state // (self.kv_heads * self._row_bytes))
+        return max(1, state // (self.kv_heads * self._entry_bytes))
 
-    def _head_groups(self) -> list[tuple[slice, int]]:
+    def _group_heads(self) -> list[tuple[slice, int]]:
         """Key/value heads that keep as many tokens, and how many: all of them, or each by itself."""
         if len(set(self.rows)) == 1:
             return [(slice(0, self.kv_heads), self.rows[0])]
@@ -263,7 +263,7 @@ class ExpectedAttention(WindowMemory):
 
     # ---- what it costs ----
 
-    def _row(self, dtype: torch.dtype) -> dict[str, Kept]:
+    def _describe_entry(self, dtype: torch.dtype) -> dict[str, Kept]:
         """What is kept of one token."""
         score = {"score": Kept((), wide(dtype))}
         if self.options.bits == 16:
@@ -273,12 +273,12 @@ class ExpectedAttention(WindowMemory):
         return {"k": codes, "k_scale": scale, "v": codes, "v_scale": scale, "position": position} | score
 
     @property
-    def _row_bytes(self) -> int:
-        return sum(kept.bytes for kept in self._row(torch.float32).values())
+    def _entry_bytes(self) -> int:
+        return sum(kept.bytes for kept in self._describe_entry(torch.float32).values())
 
     def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
         rows = sum(self.rows)
-        return {name: Kept((rows, *kept.shape), kept.dtype) for name, kept in self._row(dtype).items()}
+        return {name: Kept((rows, *kept.shape), kept.dtype) for name, kept in self._describe_entry(dtype).items()}
 
     def seen_beyond(self, t: Tensor) -> Tensor:
         evicted = t - self.capacity + 1
@@ -299,7 +299,7 @@ class ExpectedAttention(WindowMemory):
             again: whether this is the second time, in which keys are weighed by the queries of the first.
         """
         if again:
-            expected = self._expected(step.k.to(wide(step.k.dtype)), step).logsumexp(-1)  # (B, H_kv, G)
+            expected = self._expect_weights(step.k.to(wide(step.k.dtype)), step).logsumexp(-1)  # (B, H_kv, G)
             sums = {"n": expected.new_tensor(len(expected)), "level": expected.flatten(1).sum(0)}
         else:
             q, k, v = (x.double().transpose(0, 1).flatten(1, 2) for x in (step.q, step.k, step.v))  # (heads, tokens, D)
@@ -339,10 +339,10 @@ class ExpectedAttention(WindowMemory):
         """
         level = self.level.to(k.dtype).unflatten(0, (self.kv_heads, -1)).unsqueeze(-1)
         length = v.to(k.dtype).norm(dim=-1).clamp_min(LEAST)
-        score = (self._expected(k, step) - level).logsumexp(2) + length.log()
+        score = (self._expect_weights(k, step) - level).logsumexp(2) + length.log()
         return (score * STEPS).round() / STEPS
 
-    def _expected(self, k: Tensor, step: Step) -> Tensor:
+    def _expect_weights(self, k: Tensor, step: Step) -> Tensor:
         """Log of the weight that each query head is expected to give keys before their rotation ``(B, H_kv, G, n)``."""
         dtype = k.dtype
         cos, sin = step.now.mean_tables(self.window, self.options.horizon)
@@ -371,7 +371,7 @@ class ExpectedAttention(WindowMemory):
         joined: list[tuple[Tensor, Tensor]] = []
         ends: list[Entries] = []
         first = 0  # of these heads' entries among those of all
-        for heads, entries in self._head_groups():
+        for heads, entries in self._group_heads():
             own = {name: x[:, heads] for name, x in new.items()}
             shape = (heads.stop - heads.start, entries)
             last = first + math.prod(shape)
@@ -410,7 +410,7 @@ class ExpectedAttention(WindowMemory):
             choice = choose(held["score"], part["score"])
             candidates = {name: torch.cat([held[name], x], 2) for name, x in part.items()}
             at = slice(gone.first + first, gone.first + last)
-            k, v = (x.flatten(0, 1).unsqueeze(1) for x in self._restored(candidates, heads, step))
+            k, v = (x.flatten(0, 1).unsqueeze(1) for x in self._restore_entries(candidates, heads, step))
             q = step.q[:, queries, at].unflatten(1, (-1, self.group)).flatten(0, 1)  # (B heads, G, m, D)
             far = look(q, k, v, choice.alive.flatten(0, 1), step.scale, step.dropout)
             far_out, far_lse = (x.unflatten(0, (len(near), -1)).flatten(1, 2) for x in far)
@@ -424,24 +424,24 @@ class ExpectedAttention(WindowMemory):
         """Evicted tokens in the form in which they are kept."""
         if self.options.bits == 16:
             return {"k": gone.k, "v": gone.v, "score": score}
-        of_keys, of_values = self._channels(plain.dtype)
+        of_keys, of_values = self._get_channels(plain.dtype)
         keys, key_scale = quantise(plain, of_keys, self.options.bits)
         values, value_scale = quantise(gone.v.to(plain.dtype), of_values, self.options.bits)
         position = step.now.positions(gone.start, gone.count).to(torch.int32)[:, None].expand(*score.shape)
         coded = {"k": keys, "k_scale": key_scale, "v": values, "v_scale": value_scale}
         return {**coded, "position": position, "score": score}
 
-    def _channels(self, dtype: torch.dtype) -> tuple[Channels, Channels]:
+    def _get_channels(self, dtype: torch.dtype) -> tuple[Channels, Channels]:
         """What the channels of keys before their rotation and of values are like."""
         keys = Channels(self.key_mean.to(dtype), self.key_spread.to(dtype))
         return keys, Channels(self.value_mean.to(dtype), self.value_spread.to(dtype))
 
-    def _restored(self, rows: Entries, heads: slice, step: Step) -> tuple[Tensor, Tensor]:
+    def _restore_entries(self, rows: Entries, heads: slice, step: Step) -> tuple[Tensor, Tensor]:
         """Keys, rotated, and values ``(B, heads, C, D)`` of rows, in the model's dtype."""
         if self.options.bits == 16:
             return rows["k"], rows["v"]
         dtype = wide(step.k.dtype)
-        of_keys, of_values = (Channels(*(x[heads] for x in channels)) for channels in self._channels(dtype))
+        of_keys, of_values = (Channels(*(x[heads] for x in channels)) for channels in self._get_channels(dtype))
         k = restore(rows["k"], rows["k_scale"], of_keys, self.options.bits)
         v = restore(rows["v"], rows["v_scale"], of_values, self.options.bits)
         cos, sin = step.now.turn(rows["position"].flatten(0, 1).long())  # (B heads, C, D)

@@ -103,13 +103,13 @@ def _run(
         empty = q.new_zeros(B, states, K, V, dtype=torch.float32)
         return q.new_zeros(B, H, T, V, dtype=torch.float32), empty if state is None else state
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    q, k, v = _filled(q.to(dtype)), _filled(_per_query(k, H).to(dtype)), _filled(_per_query(v, H).to(dtype))
-    gates = {} if beta is None else {"beta": _per_query(beta, H)}
+    q, k, v = (_fill_tiles(_repeat_heads(x, H).to(dtype)) for x in (q, k, v))
+    gates = {} if beta is None else {"beta": _repeat_heads(beta, H)}
     if log_decay is None:
         g = q.new_zeros(B, T, H, dtype=torch.float32)
     else:
         # it sums them over a chunk in float32: what forgets all that float32 could keep must not drown the others
-        g = _per_query(log_decay, H).float().clamp_min(FORGOTTEN)
+        g = _repeat_heads(log_decay, H).float().clamp_min(FORGOTTEN)
     if state is not None:
         state = pad(state.float(), (0, -V % TILE, 0, -K % TILE)).repeat_interleave(H // states, 1)
     out, last = run(q=q, k=k, v=v, g=g, **gates, scale=scale, initial_state=state, output_final_state=True)
@@ -117,11 +117,11 @@ def _run(
     return out[..., :V].float().transpose(1, 2), last[:, :: H // states, :K, :V].contiguous()
 
 
-def _filled(x: Tensor) -> Tensor:
+def _fill_tiles(x: Tensor) -> Tensor:
     extra = -x.shape[-1] % TILE
     return pad(x, (0, extra)) if extra else x
 
 
-def _per_query(x: Tensor, heads: int) -> Tensor:
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     """``x`` (B, T, H_kv, ...) once for each query head."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)

@@ -247,7 +247,7 @@ class JointMemory(WindowMemory):
         first, dtype = gone.first, gone.gates.dtype
         out = near[:, :, first:] if first else near
         lse = lse[:, :, first:] if first else lse
-        log_mass, logits, candidates = self._read(step, gone, dtype)
+        log_mass, logits, candidates = self._read_branches(step, gone, dtype)
         # the log of the linear branch's mass is common to all branch logits: subtracted once, from the window's
         window_logit = cast(self.window_weight, dtype) * cast(lse, dtype).mT - log_mass
         weights = torch.stack([window_logit, *logits], -1).softmax(-1)[..., 1:]  # (B, m, H, branches)
@@ -261,8 +261,8 @@ class JointMemory(WindowMemory):
         out = cast(out, near.dtype)
         return (torch.cat([near[:, :, :first], out], 2) if first else out), None
 
-    def _read(self, step: Step, gone: Evicted, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Write and read: the log mass, each branch's logit above it ``(B, m, H)``, and its output ``(B, H, m, D)``."""
+    def _read_branches(self, step: Step, gone: Evicted, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Write, then read: the log mass, each branch's logit above it ``(B, m, H)``, and its output ``(B, H, m, D)``."""
         assert gone.gates is not None
         state, gates = step.layer.state, gone.gates.split(self.states, 1)
         x, _ = step.readers(gone.first)
@@ -328,18 +328,19 @@ def feature_maps(known: Known, heads: slice, kv_head: int, features: int) -> tup
     k, length = (torch.cat(known[name], 1)[kv_head] for name in ("k", "length"))
     mean, square = (known[name][heads] / known["n"] for name in ("q", "qq"))
     covariance = square - mean.unsqueeze(-1) * mean.unsqueeze(-2)
-    mean, spread = mean.to(k.dtype), _root(covariance).to(k.dtype)
-    metric = _root(square.mean(0)).to(k.dtype)
+    mean, spread = mean.to(k.dtype), _take_root(covariance).to(k.dtype)
+    metric = _take_root(square.mean(0)).to(k.dtype)
     met = k @ known["turn"]
     # the log of the weight that a key is expected to get from each query head, as in patches/expected.py
     expected = (met @ mean.unsqueeze(-1)).squeeze(-1) + (met @ spread).square().sum(-1) / 2
     expected = expected.logsumexp(0)
     weight = (POWER * (expected - expected.max())).exp() * length
     place = met @ metric  # two keys are as far apart as the logits that queries give them, by root mean square
-    centres = _cluster(place, weight, features)
+    centres = _find_centres(place, weight, features)
     # the nearest centre has the largest p.c - c.c / 2, of which a product with k gives the second part about, too
     half = centres.square().sum(-1) / 2
-    k_map = known["turn"] @ metric @ (centres - centres.mean(0)).mT - _constant(k).unsqueeze(-1) * (half - half.mean())
+    from_mean = (centres - centres.mean(0)).mT
+    k_map = known["turn"] @ metric @ from_mean - _find_constant(k).unsqueeze(-1) * (half - half.mean())
     k_map = k_map / WIDTH**2
     part = (k @ k_map).softmax(-1) * weight.unsqueeze(-1)  # what lies in which cluster, as the map tells
     centres = (part.mT @ met) / part.sum(0).clamp_min(torch.finfo(k.dtype).tiny).unsqueeze(-1)
@@ -402,20 +403,20 @@ def logits_and_openness(known: Known) -> tuple[Tensor, Tensor, Tensor]:
     return weight.mT, mean - middle @ weight, best.clamp(LEAST_OPEN, MOST_OPEN)
 
 
-def _root(square: Tensor) -> Tensor:
+def _take_root(square: Tensor) -> Tensor:
     """A with ``A A^T = square``, which is symmetric and has no negative eigenvalues ``(.., D, D)``."""
     values, vectors = torch.linalg.eigh(square)
     return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
 
 
-def _constant(k: Tensor) -> Tensor:
+def _find_constant(k: Tensor) -> Tensor:
     """u (D,) whose product with each key ``(n, D)`` is as near to 1 as can be."""
     gram = k.mT @ k
     ridge = 1e-3 * gram.diagonal().mean() + torch.finfo(k.dtype).tiny
     return torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=k.dtype, device=k.device), k.sum(0))
 
 
-def _cluster(points: Tensor, weight: Tensor, count: int) -> Tensor:
+def _find_centres(points: Tensor, weight: Tensor, count: int) -> Tensor:
     """``count`` centres (count, D) of ``points`` (n, D) with weights, by k-means with a seed of its own."""
     chance, tiny = torch.Generator(points.device).manual_seed(0), torch.finfo(points.dtype).tiny
     centres = points[torch.multinomial(weight + tiny, 1, generator=chance)]

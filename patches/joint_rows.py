@@ -60,7 +60,7 @@ class JointRows(JointMemory, ExpectedAttention):
         """By default both halves together take no more than D^2 float32 of each key/value head."""
         state = sum(kept.bytes for kept in JointMemory.state_tensors(self, torch.float32).values())
         left = self.kv_heads * self.head_dim**2 * torch.float32.itemsize - state
-        return max(1, left // (self.kv_heads * self._row_bytes))
+        return max(1, left // (self.kv_heads * self._entry_bytes))
 
     def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
         return ExpectedAttention.state_tensors(self, dtype) | JointMemory.state_tensors(self, dtype)

@@ -220,7 +220,7 @@ class KVM(Memory):
         bias = None if step.key_bias is None else cast(step.key_bias, dtype).view(self.kv_heads, 1, -1)
         keys = RotaryKeys(now, now.origin() + self.sinks, bias, self.options.positions)
         if now.decoding:
-            return self._decode(step, keys, rule), None
+            return self._decode_token(step, keys, rule), None
         frame = Frame(now.seen, now.new, self.sinks, self.chunk)
         stream = layer.stream(now, step.k, step.v, step.gates)
         assert stream.gates is not None
@@ -234,7 +234,7 @@ class KVM(Memory):
         layer.commit(stream, now)
         return frame.collect(out, of_sinks), None
 
-    def _decode(self, step: Step, keys: RotaryKeys, rule: Rule) -> Tensor:
+    def _decode_token(self, step: Step, keys: RotaryKeys, rule: Rule) -> Tensor:
         """One token: if it begins a chunk, the oldest chunk becomes rows first; then it attends. ``(B, H, 1, D)``."""
         layer, now, chunk, window = step.layer, step.now, self.chunk, self.window
         index = now.seen - self.sinks

@@ -42,7 +42,7 @@ class RotaryKeys:
     def written(self, k: Tensor, index: Tensor) -> Tensor:
         """What is summed, of cached keys ``k`` (B, H_kv, n, D) at ``index`` (n,); float32 or wider."""
         k = k.to(wide(k.dtype))
-        key = unrotate(k, *self._tables(index[None], k.dtype))
+        key = unrotate(k, *self._make_tables(index[None], k.dtype))
         return key if self.bias is None else key - self.bias
 
     def probe(self, key: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ class RotaryKeys:
         elif self.positions == "edge":
             index = edge[None, :, None, None]
         else:
-            index = self._zero()[:, None, None]
-        cos, sin = (x.unflatten(1, index.shape[1:]) for x in self._tables(index.flatten(1), key.dtype))
+            index = self._find_zero()[:, None, None]
+        cos, sin = (x.unflatten(1, index.shape[1:]) for x in self._make_tables(index.flatten(1), key.dtype))
         return rotate(key.unsqueeze(1), cos, sin).squeeze(1)
 
     def queries(self, q: Tensor, index: Tensor) -> Tensor:
@@ -78,14 +78,14 @@ class RotaryKeys:
         if self.positions != "nope":
             return q
         dtype = wide(q.dtype)
-        moved = unrotate(q.to(dtype), *self._tables(index[None], dtype))
-        return rotate(moved, *self._tables(self._zero(), dtype)).to(q.dtype)
+        moved = unrotate(q.to(dtype), *self._make_tables(index[None], dtype))
+        return rotate(moved, *self._make_tables(self._find_zero(), dtype)).to(q.dtype)
 
-    def _tables(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _make_tables(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cos, sin = self.now.turn(index + self.origin)
         return cast(cos, dtype), cast(sin, dtype)
 
-    def _zero(self) -> Tensor:
+    def _find_zero(self) -> Tensor:
         """The index ``(1, 1)`` that has rotary position 0: where queries and rows meet without any."""
         return -self.origin[None]
 

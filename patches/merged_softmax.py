@@ -98,8 +98,8 @@ def look_in_blocks(
     parts = []
     for first in range(0, q.shape[1], together):
         blocks = range(first, min(first + together, q.shape[1]))
-        keys = torch.cat([_gather(place.k, place, blocks) for place in places], 3).flatten(0, 1)
-        values = torch.cat([_gather(place.v, place, blocks) for place in places], 3).flatten(0, 1)
+        keys = torch.cat([_gather_blocks(place.k, place, blocks) for place in places], 3).flatten(0, 1)
+        values = torch.cat([_gather_blocks(place.v, place, blocks) for place in places], 3).flatten(0, 1)
         held = there(blocks)
         mask = None if causal else sight
         if held is not None:
@@ -110,7 +110,7 @@ def look_in_blocks(
     return out, lse
 
 
-def _gather(x: Tensor, place: Place, blocks: range) -> Tensor:
+def _gather_blocks(x: Tensor, place: Place, blocks: range) -> Tensor:
     """The keys of each block ``(B, blocks, H_kv, width, D)``."""
     if not place.step:
         return x.unsqueeze(1).expand(-1, len(blocks), -1, -1, -1)

@@ -32,7 +32,7 @@ _calls: Counter[int] = Counter()  # that are running, in any thread
 _lock = Lock()  # of these counts
 
 
-def _counted(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _count_calls(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward``, known to be running while it does; a compiler sees nothing of it."""
 
     @wraps(forward)
@@ -139,7 +139,7 @@ class MemoryModel(MemoryPreTrained):
         with _lock:
             self.blocks_off += more
 
-    @_counted
+    @_count_calls
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -169,7 +169,7 @@ class MemoryModel(MemoryPreTrained):
             if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
                 past_key_values = DynamicCache(config=self.config)
             cache = None if past_key_values is None else MemoryCache.adopt(past_key_values, memories)
-            memory_pass = self._plan(tokens, attention_mask, position_ids, cache, memories, kwargs)
+            memory_pass = self._plan_pass(tokens, attention_mask, position_ids, cache, memories, kwargs)
             if memory_pass.evicting and len(memories) == len(self.layers):
                 # a 4D mask is passed through as it is: this one stands for "none needed"
                 attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
@@ -188,14 +188,14 @@ class MemoryModel(MemoryPreTrained):
             **kwargs,
         )
         if cache is not None and memory_pass is not None:
-            self._count(cache.sequence, memory_pass, memories)
+            self._count_pass(cache.sequence, memory_pass, memories)
         return out
 
     def plan(self, tokens: Tensor, mask: Tensor | None = None) -> Pass:
         """A pass over ``tokens`` (B, n) without a cache, for calls of single layers; ``mask`` (B, n) as the model's."""
-        return self._plan(tokens, mask, None, None, self.memories(), {})
+        return self._plan_pass(tokens, mask, None, None, self.memories(), {})
 
-    def _plan(
+    def _plan_pass(
         self,
         tokens: Tensor,
         mask: Any,
@@ -240,7 +240,7 @@ class MemoryModel(MemoryPreTrained):
             return Pass(seen, 1, starts, True, self.turn, home, home, decoding=True, index=before.count_up())
         return Pass(seen, new, starts, evicting, self.turn, home, home)
 
-    def _count(self, sequence: SequenceState, done: Pass, memories: dict[int, Memory]) -> None:
+    def _count_pass(self, sequence: SequenceState, done: Pass, memories: dict[int, Memory]) -> None:
         """Note in the cache that a pass is done."""
         if torch.compiler.is_compiling():
             sequence.counted = True  # a number that changes would compile every step anew

@@ -46,9 +46,9 @@ def run_recurrence(
     few = q.shape[2] <= STEPWISE
     if beta is None:
         form: Callable[..., tuple[Tensor, Tensor]] = linear_attention_steps if few else linear_attention_chunks
-        return _in_segments(form, (q, k, v, log_decay), state, scale)
+        return _run_segments(form, (q, k, v, log_decay), state, scale)
     form = gated_delta_rule_steps if few else gated_delta_rule_chunks
-    return _in_segments(form, (q, k, v, beta, log_decay), state, scale)
+    return _run_segments(form, (q, k, v, beta, log_decay), state, scale)
 
 
 def gated_delta_rule_steps(
@@ -66,14 +66,14 @@ def gated_delta_rule_steps(
     The query of a step sees the token written in that step. Arguments and results as in kernels.py, all in one dtype
     and with keys and values of each state; keys of length at most 1 keep it stable.
     """
-    state, tokens = _tokens(q, k, v, state, beta, log_decay)
+    state, tokens = _iterate_tokens(q, k, v, state, beta, log_decay)
     readings = []
     for query, key, value, strength, fade in tokens:
         state = state if fade is None else state * fade
         error = value - torch.bmm(key.transpose(1, 2), state)  # (B H_s, 1, D_v)
         state = torch.addcmul(state, key, strength * error)
         readings.append(torch.bmm(query, state))
-    return _together(readings, q, v, scale), state.unflatten(0, v.shape[:2])
+    return _stack_readings(readings, q, v, scale), state.unflatten(0, v.shape[:2])
 
 
 def gated_delta_rule_chunks(
@@ -101,12 +101,12 @@ def gated_delta_rule_chunks(
     chunk = min(chunk or (CHUNK if k.device.type == "cpu" else GPU_CHUNK), T)
     if log_decay is None:
         log_decay = torch.zeros_like(beta)
-    k, v, beta, log_decay = (_in_chunks(x, chunk) for x in (k, v, beta, log_decay))  # (B, H, N, C, ...)
-    q = _in_chunks(q, chunk).unflatten(1, (H, queries)).transpose(2, 3)  # (B, H, N, G, C, D_k)
-    since, decay = _decays(log_decay)
+    k, v, beta, log_decay = (_split_chunks(x, chunk) for x in (k, v, beta, log_decay))  # (B, H, N, C, ...)
+    q = _split_chunks(q, chunk).unflatten(1, (H, queries)).transpose(2, 3)  # (B, H, N, G, C, D_k)
+    since, decay = _compute_decays(log_decay)
     keys_down = k.transpose(-1, -2)
     # keys with keys, and queries with keys: (.., C + G C, C)
-    alike = _stacked(k, q) @ keys_down
+    alike = _stack_below(k, q) @ keys_down
 
     system = alike[..., :chunk, :] * (decay * beta.unsqueeze(-1))  # its diagonal is not read: unitriangular
     one = torch.eye(chunk, dtype=q.dtype, device=q.device).expand_as(system)
@@ -115,7 +115,7 @@ def gated_delta_rule_chunks(
     values, keys = (solve @ (torch.cat([v, k * since], -1) * beta.unsqueeze(-1))).split([v.shape[-1], D], -1)
 
     keys_end = keys_down * decay[..., -1:, :]  # (.., D_k, C): what is left of each key when the chunk ends
-    readers = _stacked(-keys, q * since.unsqueeze(3))  # (.., C + G C, D_k): all products with the state before a chunk
+    readers = _stack_below(-keys, q * since.unsqueeze(3))  # (.., C + G C, D_k): all that meets the state before a chunk
     state = state.flatten(0, 1)
     from_before, written = [], []
     per_chunk = (x.flatten(0, 1).unbind(1) for x in (readers, values, keys_end, since[..., -1:, :]))
@@ -125,9 +125,9 @@ def gated_delta_rule_chunks(
         state = torch.baddbmm(fade * state, key_end, write)
         from_before.append(read[:, chunk:])
         written.append(write)
-    near = _nearby(alike[..., chunk:, :], decay, queries).flatten(0, 1)
+    near = _weigh_by_decay(alike[..., chunk:, :], decay, queries).flatten(0, 1)
     out = torch.stack(from_before, 1) + near @ torch.stack(written, 1)  # (B H, N, G C, D_v)
-    return _in_order(out.unflatten(0, (B, H)), queries, T, scale), state.unflatten(0, (B, H))
+    return _restore_order(out.unflatten(0, (B, H)), queries, T, scale), state.unflatten(0, (B, H))
 
 
 def write_in_place(
@@ -173,12 +173,12 @@ def linear_attention_steps(
 
     As :func:`gated_delta_rule_steps` besides; a writing strength goes into ``k`` or ``v`` beforehand.
     """
-    state, tokens = _tokens(q, k, v, state, None, log_decay)
+    state, tokens = _iterate_tokens(q, k, v, state, None, log_decay)
     readings = []
     for query, key, value, _, fade in tokens:
         state = torch.addcmul(state if fade is None else state * fade, key, value)
         readings.append(torch.bmm(query, state))
-    return _together(readings, q, v, scale), state.unflatten(0, v.shape[:2])
+    return _stack_readings(readings, q, v, scale), state.unflatten(0, v.shape[:2])
 
 
 def linear_attention_chunks(
@@ -200,17 +200,17 @@ def linear_attention_chunks(
     chunk = min(chunk, T)
     if log_decay is None:
         log_decay = k.new_zeros(B, H, T)
-    k, v, log_decay = (_in_chunks(x, chunk) for x in (k, v, log_decay))
-    q = _in_chunks(q, chunk).unflatten(1, (H, queries)).transpose(2, 3)  # (B, H, N, G, C, D_k)
-    since, decay = _decays(log_decay)
+    k, v, log_decay = (_split_chunks(x, chunk) for x in (k, v, log_decay))
+    q = _split_chunks(q, chunk).unflatten(1, (H, queries)).transpose(2, 3)  # (B, H, N, G, C, D_k)
+    since, decay = _compute_decays(log_decay)
     added = (k.transpose(-1, -2) * decay[..., -1:, :]) @ v  # (B, H, N, D_k, D_v)
     before = []
     for add, fade in zip(added.unbind(2), since[..., -1:, :].unbind(2), strict=True):
         before.append(state)
         state = fade * state + add
-    near = _nearby(q.flatten(3, 4) @ k.transpose(-1, -2), decay, queries)
+    near = _weigh_by_decay(q.flatten(3, 4) @ k.transpose(-1, -2), decay, queries)
     out = (q * since.unsqueeze(3)).flatten(3, 4) @ torch.stack(before, 2) + near @ v
-    return _in_order(out, queries, T, scale), state
+    return _restore_order(out, queries, T, scale), state
 
 
 def per_state(x: Tensor, states: int) -> Tensor:
@@ -226,7 +226,7 @@ def _widen(*tensors: Any) -> list[Any]:
     return [None if x is None else cast(x, widest) for x in tensors]
 
 
-def _in_segments(
+def _run_segments(
     form: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Any], state: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """``form`` on a segment of the inputs ``(B, H, T, ...)`` after the other, the state carried along."""
@@ -241,7 +241,7 @@ def _in_segments(
     return (readings[0] if len(readings) == 1 else torch.cat(readings, 2)), state
 
 
-def _tokens(
+def _iterate_tokens(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, beta: Tensor | None, log_decay: Tensor | None
 ) -> tuple[Tensor, Any]:
     """The state as ``(B H_s, D_k, D_v)``, and token after token the query ``(.., G, D_k)``, key ``(.., D_k, 1)``, value
@@ -258,7 +258,7 @@ def _tokens(
     return state, zip(*rows, strict=True)
 
 
-def _together(readings: list[Tensor], q: Tensor, v: Tensor, scale: float) -> Tensor:
+def _stack_readings(readings: list[Tensor], q: Tensor, v: Tensor, scale: float) -> Tensor:
     """Each token's readings ``(B H_s, G, D_v)`` -> ``(B, H, T, D_v)``, times ``scale``."""
     if not readings:
         return v.new_zeros(*q.shape[:3], v.shape[-1])
@@ -267,23 +267,23 @@ def _together(readings: list[Tensor], q: Tensor, v: Tensor, scale: float) -> Ten
     return out if scale == 1 else out * scale
 
 
-def _stacked(one: Tensor, several: Tensor) -> Tensor:
+def _stack_below(one: Tensor, several: Tensor) -> Tensor:
     """``(.., C, D)`` and ``(.., G, C, D)`` below each other: ``(.., C + G C, D)``."""
     return torch.cat([one.unsqueeze(-3), several], -3).flatten(-3, -2)
 
 
-def _nearby(alike: Tensor, decay: Tensor, queries: int) -> Tensor:
+def _weigh_by_decay(alike: Tensor, decay: Tensor, queries: int) -> Tensor:
     """Likenesses ``(.., G C, C)`` of a chunk's queries and keys, each with the decay ``(.., C, C)`` between the two."""
     return (alike.unflatten(-2, (queries, -1)) * decay.unsqueeze(-3)).flatten(-3, -2)
 
 
-def _in_order(out: Tensor, queries: int, length: int, scale: float) -> Tensor:
+def _restore_order(out: Tensor, queries: int, length: int, scale: float) -> Tensor:
     """``(B, H_s, N, G C, D) -> (B, H_s G, length, D)``, times ``scale``."""
     out = out.unflatten(3, (queries, -1)).transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :length]
     return out if scale == 1 else out * scale
 
 
-def _in_chunks(x: Tensor, chunk: int) -> Tensor:
+def _split_chunks(x: Tensor, chunk: int) -> Tensor:
     """``(B, H, T, ...) -> (B, H, N, C, ...)``, filled up with zeros: tokens without gates leave the state as it is."""
     extra = -x.shape[2] % chunk
     if extra:
@@ -291,7 +291,7 @@ def _in_chunks(x: Tensor, chunk: int) -> Tensor:
     return x.unflatten(2, (-1, chunk))
 
 
-def _decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
     """Log decays ``(.., C)`` -> decays since the chunk began, own included ``(.., C, 1)``, from j to i ``(.., C, C)``.
 
     The sums are taken in float64: a decay near 1 that follows strong ones is a small difference of large numbers.

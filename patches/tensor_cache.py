@@ -196,7 +196,7 @@ class TensorCache(UngatedMemory):
         q = q.unflatten(1, (self.kv_heads, -1))  # (B, H_kv, G, m, D)
         q = unit(q) if options.normalize_queries else q
         k = unit(k) if options.normalize_keys else k
-        chosen, weights = self._route(q, k)
+        chosen, weights = self._route_tokens(q, k)
         slots = (-1, -1, options.slots, -1, -1, -1)
         rows = (
             q.unsqueeze(2).expand(slots),
@@ -213,7 +213,7 @@ class TensorCache(UngatedMemory):
             read = read + (found if name == "fast" else found * self.alpha.to(read.dtype).sigmoid().view(-1, 1, 1, 1))
         return read.flatten(1, 2), new
 
-    def _route(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _route_tokens(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where keys (B, H_kv, m, D) go, ``(B, H_kv, slots, 1, m)`` of 0 and 1, and what queries take of each slot.
 
         The choice of the slot is hard, its gradient that of the softmax (straight-through). The weights are

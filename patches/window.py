@@ -43,13 +43,13 @@ def window_attention(
     rest = regular + blocks * block
 
     def attend_alone(first: int, last: int) -> tuple[Tensor, ...]:
-        mask = _mask(last - first, start + first, window, sinks, q.device)
+        mask = _make_mask(last - first, start + first, window, sinks, q.device)
         near_k, near_v = (torch.cat([s, x[:, :, first : last + window]], 2) for s, x in ((sink_k, k), (sink_v, v)))
         return attend(q[:, :, first:last], near_k, near_v, mask, scale, dropout)
 
     pieces = [attend_alone(first, min(first + block, regular)) for first in range(0, regular, block)]
     if blocks:
-        band = _mask(block, window + sinks, window, sinks, q.device)
+        band = _make_mask(block, window + sinks, window, sinks, q.device)
         most = GATHERED if k.device.type == "cpu" else GPU_GATHERED
         group = block * max(1, most // ((sinks + window + block) * k.shape[0] * k.shape[1] * k.shape[3]))
         for first in range(regular, rest, group):
@@ -57,7 +57,7 @@ def window_attention(
             count = (last - first) // block
             folded = q[:, :, first:last].unflatten(2, (count, block)).transpose(1, 2).flatten(0, 1)  # (B N, H, C, D)
             near_k, near_v = (
-                _gather(s, x[:, :, first : last + window], count, block) for s, x in ((sink_k, k), (sink_v, v))
+                _gather_blocks(s, x[:, :, first : last + window], count, block) for s, x in ((sink_k, k), (sink_v, v))
             )
             parts = attend(folded, near_k, near_v, band, scale, dropout)
             pieces.append(tuple(part.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3) for part in parts))
@@ -67,7 +67,7 @@ def window_attention(
     return found[0], found[1] if lse else None
 
 
-def _mask(count: int, first: int, window: int, sinks: int, device: torch.device) -> Tensor:
+def _make_mask(count: int, first: int, window: int, sinks: int, device: torch.device) -> Tensor:
     """Who sees whom for the ``count`` queries from index ``first`` on: ``(count, S + W + count)``, True if seen."""
     t = torch.arange(first, first + count, device=device)[:, None]
     j = torch.arange(first - window, first + count, device=device)
@@ -75,7 +75,7 @@ def _mask(count: int, first: int, window: int, sinks: int, device: torch.device)
     return torch.cat([torch.arange(sinks, device=device) <= t - window, near], -1)
 
 
-def _gather(sinks: Tensor, stream: Tensor, blocks: int, block: int) -> Tensor:
+def _gather_blocks(sinks: Tensor, stream: Tensor, blocks: int, block: int) -> Tensor:
     """Overlapping keys of each block behind the sinks: ``(B * N, H_kv, S + W + C, D)``."""
     size = stream.shape[2] - (blocks - 1) * block
     overlapping = stream.unfold(2, size, block).permute(0, 2, 1, 4, 3)  # (B, N, H_kv, W + C, D)
@@ -86,7 +86,7 @@ def _gather(sinks: Tensor, stream: Tensor, blocks: int, block: int) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> tuple[Tensor, ...]:
     """``q`` (B, H, n, D) on ``k``, ``v`` (B, H_kv, m, D), ``mask`` (n, m) -> (B, H, n, D), alone in a tuple."""
     shape = q.shape
-    q, k, v = _fold(q, k, v)
+    q, k, v = _fold_heads(q, k, v)
     k, v = (x.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))  # shared by stride, never repeated
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return (out.reshape(shape),)
@@ -97,11 +97,11 @@ def _attend_lse(
 ) -> tuple[Tensor, ...]:
     """:func:`_attend`, and behind the output the log-sum-exp ``(B, H, n)``."""
     shape, mask = q.shape, None if mask is None else mask[None, None]
-    out, lse = attention_lse(*_fold(q, k, v), mask, scale, dropout)
+    out, lse = attention_lse(*_fold_heads(q, k, v), mask, scale, dropout)
     return out.reshape(shape), lse.reshape(shape[:3])
 
 
-def _fold(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fold_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Key heads into the batch: ``q`` (B * H_kv, G, n, D), ``k``, ``v`` (B * H_kv, m, D)."""
     return q.unflatten(1, (k.shape[1], -1)).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 

@@ -42,7 +42,7 @@ def written_out(model: Any, ids: Tensor, mask: Tensor | None, scored: Tensor) ->
         given, full = seen[index]
         outputs = []
         for one in (model, bare):
-            plan = one.model._plan(ids, mask, None, None, one.model.memories(), {})
+            plan = one.model._plan_pass(ids, mask, None, None, one.model.memories(), {})
             how = {**given, "attention_mask": None, "memory_pass": plan}
             outputs.append(one.model.layers[index].self_attn(**how)[0])
         ours, window = ([((out - full)[b][scored[b]] ** 2).sum() for b in range(len(ids))] for out in outputs)

@@ -172,7 +172,7 @@ def test_entries_are_sound_whatever_calibration_saw(text: str, dtype: torch.dtyp
 
         def watch(step: Any, gone: Any, plain: Tensor, score: Tensor, memory: Any = memory, make: Any = make) -> Any:
             kept = make(step, gone, plain, score)
-            for name, x, channels in zip("kv", (plain, gone.v), memory._channels(torch.float32), strict=True):
+            for name, x, channels in zip("kv", (plain, gone.v), memory._get_channels(torch.float32), strict=True):
                 back = restore(kept[name], kept[f"{name}_scale"], channels, bits)
                 read.append((x.float(), back, channels))
             return kept

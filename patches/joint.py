@@ -247,7 +247,7 @@ class JointMemory(WindowMemory):
         first, dtype = gone.first, gone.gates.dtype
         out = near[:, :, first:] if first else near
         lse = lse[:, :, first:] if first else lse
-        log_mass, logits, candidates = self._read_branches(step, gone, dtype)
+        log_mass, logits, candidates = self._read_branches(step, gone)
         # the log of the linear branch's mass is common to all branch logits: subtracted once, from the window's
         window_logit = cast(self.window_weight, dtype) * cast(lse, dtype).mT - log_mass
         weights = torch.stack([window_logit, *logits], -1).softmax(-1)[..., 1:]  # (B, m, H, branches)
@@ -261,10 +261,10 @@ class JointMemory(WindowMemory):
         out = cast(out, near.dtype)
         return (torch.cat([near[:, :, :first], out], 2) if first else out), None
 
-    def _read_branches(self, step: Step, gone: Evicted, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Write, then read: the log mass, each branch's logit above it ``(B, m, H)``, and its output ``(B, H, m, D)``."""
+    def _read_branches(self, step: Step, gone: Evicted) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Write and read: the log mass, each branch's logit above it ``(B, m, H)``, and its output ``(B, H, m, D)``."""
         assert gone.gates is not None
-        state, gates = step.layer.state, gone.gates.split(self.states, 1)
+        state, dtype, gates = step.layer.state, gone.gates.dtype, gone.gates.split(self.states, 1)
         x, _ = step.readers(gone.first)
         # before rotation: features of rotated keys would depend on where a text begins, not on distances alone
         q, k = step.plain_queries(gone.first, dtype), gone.plain_keys(step.now, dtype)

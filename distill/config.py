@@ -14,8 +14,7 @@ from transformers.training_args import OptimizerNames
 from distill.parallel.processes import met_before
 from distill.parallel.zero import find_config
 from distill.recipe import DistillKeys, read_recipe, refuse_renamed
-from patches.errors import RetrofitError, nearest, one_of
-from retrofit.hub_errors import first_line
+from patches.errors import RetrofitError, first_line, nearest, one_of
 from retrofit.settings import setting, settings
 
 STEPS = 600  # of a run whose recipe says nothing of its length

@@ -16,9 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError, first_line, nearest
 from retrofit.adapter import PREFIX, WEIGHTS
-from retrofit.hub_errors import first_line
 from retrofit.settings import setting, settings
 
 FOLDER = "lora"

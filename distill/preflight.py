@@ -10,10 +10,9 @@ from distill.lora import check_settings
 from distill.parallel.zero import read_config
 from distill.unsupported import refuse_together
 from patches.config import MemoryConfig
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, first_line
 from patches.kinds import KINDS, find_kind, new_memory
 from retrofit.hub import HUB_ID
-from retrofit.hub_errors import first_line
 
 
 def check_recipe(recipe: DistillConfig) -> None:

@@ -30,13 +30,12 @@ from distill.parallel.zero import keep_base_out, partition, window_only
 from distill.schedules import in_stages
 from distill.unsupported import refuse_unsupported
 from distill.windows import check_draws, draw_window, reach
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, first_line
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter
 from retrofit.evaluation.baselines import narrowest_window
 from retrofit.evaluation.scores import evaluating, gap_closed
 from retrofit.families import is_retrofit
 from retrofit.fingerprint import fingerprint
-from retrofit.hub_errors import first_line
 from retrofit.lm_head import gathered, is_shared
 
 DISTANCES = 20  # powers of two times the window: evaluation tells them apart up to W 2^20 tokens

@@ -17,6 +17,12 @@ class RetrofitError(ValueError):
         super().__init__(line if len(line) <= LONGEST else f"{line[:LONGEST]} ...")
 
 
+def first_line(error: Exception) -> str:
+    """The beginning of what an error says; its class if it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the choice closest to ``word``, or ``""`` when none is close."""
     match = difflib.get_close_matches(str(word), list(choices), n=1)

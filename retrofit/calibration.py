@@ -9,12 +9,12 @@ from torch import Tensor
 
 from patches.errors import RetrofitError
 
-from .evaluation.perplexity import read_sequences
 from .evaluation.scores import evaluate, evaluating
 from .families import is_retrofit
 from .loading import load_tokenizer
 from .observer import LayerCall, watch_layers
 from .shares import TEXT, Needs, between
+from .texts.tokens import read_sequences
 
 TOKENS, LENGTH = 8192, 1024  # that are read of a user's text; of a row, where the window is short
 LONGEST = 4096  # tokens of a row, however long the window is
@@ -137,7 +137,7 @@ def read_texts(source: str, base: str, length: int = LENGTH) -> list[Tensor]:
         length: T, where a text has so many tokens; ``LONGEST`` at most. If none has, T is ``LENGTH``.
 
     Raises:
-        RetrofitError: as :func:`retrofit.evaluation.perplexity.read_sequences`, or ``base`` has no tokenizer.
+        RetrofitError: as :func:`retrofit.texts.tokens.read_sequences`, or ``base`` has no tokenizer.
     """
     tokenizer, length = load_tokenizer(base), min(length, LONGEST)
     try:

@@ -8,10 +8,9 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import DynamicCache
 
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, first_line
 
 from .generation import respond
-from .hub_errors import first_line
 
 
 def check_template(tokenizer: Any) -> None:

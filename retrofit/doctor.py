@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, first_line
 from patches.kernels import OPS, VARIABLE, find, forced_backends
 from patches.kinds import KINDS
 
 from .bench.models import random_base
-from .hub_errors import first_line
 from .import_guard import installed_version
 from .patching import patch
 

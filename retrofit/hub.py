@@ -12,12 +12,12 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HFValidationError, HTTPError
 
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, first_line
 
 from .adapter import CONFIG, WEIGHTS, read_adapter_config, save_adapter
 from .card import adapter_card, card_metadata, complete_card, is_hub_id, model_card
 from .families import PREFIX
-from .hub_errors import TOKEN, first_line, reason, redact, transient
+from .hub_errors import TOKEN, reason, redact, transient
 from .loading import check_tokenizer, load_config, load_tokenizer
 
 CARD = "README.md"

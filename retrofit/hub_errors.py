@@ -10,6 +10,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from patches.errors import first_line
+
 LOGIN = "run `hf auth login` or set HF_TOKEN"
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 
@@ -64,12 +66,6 @@ def redact(text: str, token: str | None = None) -> str:
     if token:
         text = text.replace(token, "hf_***")
     return TOKEN.sub("hf_***", text)
-
-
-def first_line(error: Exception) -> str:
-    """The beginning of what an error says; its class if it says nothing."""
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
 
 
 def _origin(error: Exception) -> Exception:

@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, first_line
 from patches.pretrained import refuse_tensor_parallel
 
 from .card import is_hub_id
 from .families import FAMILIES, find_family
 from .gguf import locate, name_source, unquantised
-from .hub_errors import first_line, transient
+from .hub_errors import transient
 from .untrusted import refuse_nan
 
 SAFELY = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}

@@ -10,9 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from patches.errors import RetrofitError
+from patches.errors import RetrofitError, first_line
 
-from .hub_errors import first_line
 from .quantised_bases import numbers
 
 

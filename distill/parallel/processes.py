@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distill.parallel.zero import prepare_for_cpu
-from patches.errors import RetrofitError
-from retrofit.hub_errors import first_line
+from patches.errors import RetrofitError, first_line
 
 T = TypeVar("T")
 LAUNCH, ATTEMPT = "RETROFIT_LAUNCH", "RETROFIT_ATTEMPT"  # how the launcher tells its processes who they are

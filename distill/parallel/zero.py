@@ -12,12 +12,11 @@ from packaging.version import Version
 from torch import nn
 
 from patches.config import MemoryConfig
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError, first_line, nearest
 from patches.kinds import build_memory
 from retrofit.adapter import load_adapter
 from retrofit.evaluation import baselines
 from retrofit.files import at_home
-from retrofit.hub_errors import first_line
 from retrofit.import_guard import HERE, installed_version
 from retrofit.lm_head import is_shared
 from retrofit.untrusted import read_json

@@ -8,10 +8,10 @@ import torch
 
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
-from retrofit.evaluation.perplexity import read_sequences
 from retrofit.evaluation.scores import gap_closed
 from retrofit.families import refuse_retrofit
 from retrofit.loading import load_base, load_tokenizer
+from retrofit.texts.tokens import read_sequences
 
 from .allocate import Allocation, allocate
 from .recipe import write_memory

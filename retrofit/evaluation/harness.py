@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError, first_line, nearest
 from retrofit.chat import check_template
 from retrofit.evaluation.scores import evaluating, hidden_states
 from retrofit.files import write_json
-from retrofit.hub_errors import first_line
 from retrofit.lm_head import log_probs
 from retrofit.table import finite
 

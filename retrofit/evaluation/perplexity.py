@@ -6,7 +6,6 @@ keys and values. The token that is being read comes on top with TOVA and H2O; wi
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -16,10 +15,7 @@ from torch import Tensor
 
 from patches.errors import RetrofitError, one_of
 from retrofit.evaluation.scores import CHUNK, cached_readers, evaluating, scored_pieces
-from retrofit.files import at_home
 from retrofit.patching import patch
-from retrofit.texts.sources import open_source
-from retrofit.texts.tokens import TokenRows, find_column
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
 FULL = "full"
@@ -102,30 +98,3 @@ def table(found: Mapping[str, Mapping[int | None, float]]) -> tuple[list[dict[st
         for policy, scores in found.items()
     ]
     return rows, {"policy": ("", "")} | {str(size): (str(size), ".2f") for size in sizes}
-
-
-def read_sequences(source: str, tokenizer: Any, *, length: int = 4096, count: int | None = None) -> Tensor:
-    """(N, ``length``) rows of the texts of ``source``, cut one after the other; what is left of a text is left out.
-
-    They are the tokens that `retrofit distill` reads: an end-of-sequence token, if there is one, ends each document.
-
-    Args:
-        source: anything :func:`retrofit.texts.sources.open_source` opens, documents or conversations; of a dataset the
-            split ``test``, if there is one. PG-19's ``test`` as published is a folder of texts.
-        length: tokens per row.
-        count: rows at most.
-
-    Raises:
-        RetrofitError: nothing there, it cannot be read, or no text is as long as one row.
-    """
-    opened = open_source(source, split=None, streaming=not at_home(source).exists())
-    column = find_column(opened, "text" if "text" in opened.columns else "auto")
-    rows: list[Tensor] = []
-    for text in TokenRows(opened, column, tokenizer, seq_len=sys.maxsize, batch=1):
-        pieces = torch.from_numpy(text["input_ids"]).long().split(length)
-        rows += (piece for piece in pieces if len(piece) == length)
-        if count is not None and len(rows) >= count:
-            break
-    if not rows:
-        raise RetrofitError(f"{source} holds no text of {length} tokens: give longer texts, or read shorter rows")
-    return torch.stack(rows[:count])

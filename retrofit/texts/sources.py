@@ -10,9 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError, first_line, nearest
 from retrofit.files import at_home, read_text
-from retrofit.hub_errors import first_line
 from retrofit.untrusted import json_lines
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")

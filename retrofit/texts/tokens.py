@@ -11,11 +11,14 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from patches.errors import RetrofitError
+from retrofit.files import at_home
 from retrofit.texts.chat import ChatTokenizer, cut
-from retrofit.texts.sources import Source, reading
+from retrofit.texts.sources import Source, open_source, reading
 from retrofit.untrusted import checked_text
 
 COLUMNS = {"text": ["text"], "chat": ["messages", "conversations"]}
@@ -147,6 +150,33 @@ def find_column(source: Source, data_format: str) -> str:
         names = " and ".join(map(repr, unread))
         print(f"note: {source.name} also has {names}, which is not read", file=sys.stderr)
     return found[kinds[0]][0]
+
+
+def read_sequences(source: str, tokenizer: Any, *, length: int = 4096, count: int | None = None) -> Tensor:
+    """(N, ``length``) rows of the texts of ``source``, cut one after the other; what is left of a text is left out.
+
+    They are the tokens that `retrofit distill` reads: an end-of-sequence token, if there is one, ends each document.
+
+    Args:
+        source: anything :func:`retrofit.texts.sources.open_source` opens, documents or conversations; of a dataset the
+            split ``test``, if there is one. PG-19's ``test`` as published is a folder of texts.
+        length: tokens per row.
+        count: rows at most.
+
+    Raises:
+        RetrofitError: nothing there, it cannot be read, or no text is as long as one row.
+    """
+    opened = open_source(source, split=None, streaming=not at_home(source).exists())
+    column = find_column(opened, "text" if "text" in opened.columns else "auto")
+    rows: list[Tensor] = []
+    for text in TokenRows(opened, column, tokenizer, seq_len=sys.maxsize, batch=1):
+        pieces = torch.from_numpy(text["input_ids"]).long().split(length)
+        rows += (piece for piece in pieces if len(piece) == length)
+        if count is not None and len(rows) >= count:
+            break
+    if not rows:
+        raise RetrofitError(f"{source} holds no text of {length} tokens: give longer texts, or read shorter rows")
+    return torch.stack(rows[:count])
 
 
 def _identity(tokenizer: Any) -> Any:

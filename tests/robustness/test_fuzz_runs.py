@@ -24,7 +24,6 @@ from distill.parallel.zero import find_config
 from distill.recipe import DistillKeys, shipped_recipes
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
-from retrofit.evaluation.perplexity import read_sequences
 from retrofit.evaluation.settings import Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.files import write_json
@@ -32,7 +31,7 @@ from retrofit.options import pairs
 from retrofit.settings import settings
 from retrofit.texts.chat import ChatTokenizer
 from retrofit.texts.sources import open_source
-from retrofit.texts.tokens import TokenRows, find_column
+from retrofit.texts.tokens import TokenRows, find_column, read_sequences
 from tests.helpers import ROOT
 from tests.robustness.inputs import BYTES, JUNK, damaged, documents, put, refusal, safetensors, share
 

@@ -9,8 +9,9 @@ import torch
 
 import retrofit
 from patches.errors import RetrofitError
-from retrofit.evaluation.perplexity import POLICIES, perplexity, perplexity_by_size, read_sequences, table
+from retrofit.evaluation.perplexity import POLICIES, perplexity, perplexity_by_size, table
 from retrofit.evaluation.scores import evaluate
+from retrofit.texts.tokens import read_sequences
 from tests.conftest import tiny_base
 from tests.helpers import tokens
 

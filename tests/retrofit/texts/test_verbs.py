@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from distill.data.split import load_rows
 from patches.errors import RetrofitError
-from retrofit.evaluation.perplexity import read_sequences
+from retrofit.texts.tokens import read_sequences
 from tests.retrofit.texts.test_sources import BAD_LINES, WRITERS, Writer
 from tests.test_cli import refused, run
 

@@ -88,11 +88,15 @@ class Schedule:
 
     def rows(self, blocks: int) -> int:
         """Rows after ``blocks`` blocks; 0 or fewer blocks leave none."""
-        while len(self._counts) <= blocks:
-            left, now = (len(self._counts) - 1) * self.chunk, self._counts[-1]
-            allowed = min(self.budget(left + self.window), left + self.chunk)
-            self._counts.append(min(max(now, allowed), now + self.chunk))
-        return self._counts[max(blocks, 0)]
+        counts = self._counts
+        if len(counts) <= blocks:
+            counts = [*counts]  # another thread may be counting, too
+            while len(counts) <= blocks:
+                left, now = (len(counts) - 1) * self.chunk, counts[-1]
+                allowed = min(self.budget(left + self.window), left + self.chunk)
+                counts.append(min(max(now, allowed), now + self.chunk))
+            self._counts = counts
+        return counts[max(blocks, 0)]
 
     def budget(self, tokens: int) -> int:
         """The rows that a head may hold after so many tokens."""

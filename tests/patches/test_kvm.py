@@ -225,6 +225,21 @@ def test_schedules():
     assert [every.rows(n) for n in (1, 2, 50)] == [4, 8, 200]
 
 
+def test_two_threads_that_count_at_once_count_alike() -> None:
+    """All layers and calls share a schedule: another thread goes on in the middle of a count."""
+    alone, shared = (Schedule(KVMOptions(budget="power_law", factor=2.0), 1, chunk=4, window=8) for _ in range(2))
+    budget = shared.budget
+
+    def interrupted(tokens: int) -> int:
+        shared.budget = budget
+        shared.rows(3)
+        return budget(tokens)
+
+    shared.budget = interrupted
+    shared.rows(3)
+    assert [shared.rows(n) for n in range(8)] == [alone.rows(n) for n in range(8)]
+
+
 @pytest.mark.parametrize("options", BUDGETS)
 @torch.no_grad()
 def test_cache_bytes_follow_the_schedule(make_base, options):

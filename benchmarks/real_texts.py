@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.packages import Package, fetch_package
 from retrofit.files import write_folder, write_text
 from retrofit.loading import load_base, load_tokenizer
-from retrofit.packages import Package, fetch_package
 
 CALIBRATED = ("speeches", "manuals", "code")
 ROWS_FITTED, ROWS_CHOSEN = 2, 2  # of each of these kinds: to calibrate on, and to choose settings on

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 import retrofit
 from benchmarks import real, real_texts, real_ways
+from benchmarks.packages import Package
 from patches.errors import RetrofitError
 from retrofit.costs.held import row_bytes
 from retrofit.evaluation.scores import evaluate
-from retrofit.packages import Package
 from tests.conftest import tiny_base
 from tests.helpers import tokens
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from patches.errors import RetrofitError
-
-from .files import write_folder
+from retrofit.files import write_folder
 
 CACHE = Path(constants.HF_HOME) / "retrofit" / "packages"
 # who fetches, from the registry that it is configured for, and what to do where it is missing

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import packages
+from benchmarks.packages import Package, fetch_package
 from patches.errors import RetrofitError
-from retrofit import packages
-from retrofit.packages import Package, fetch_package
 
 
 @pytest.fixture

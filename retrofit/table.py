@@ -21,13 +21,13 @@ def print_table(title: str, rows: Sequence[Row], columns: Columns, console: Cons
     A missing, None or NaN value is shown as a dash. Columns of text (format ``""``) are flush left, others right.
     """
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True)
-    cells = {key: [_cell(row.get(key), spec) for row in rows] for key, (_, spec) in columns.items()}
-    for key, (header, spec) in columns.items():
+    cells = format_rows(rows, columns)
+    for at, (header, spec) in enumerate(columns.values()):
         # headers wrap, figures never do: eight columns of figures fit an ordinary terminal
-        width = max(map(len, [*header.split(), *cells[key]]), default=0)
+        width = max(map(len, [*header.split(), *(line[at] for line in cells)]), default=0)
         table.add_column(header, justify="right" if spec else "left", width=width)
-    for row in zip(*cells.values(), strict=True):
-        table.add_row(*row)
+    for line in cells:
+        table.add_row(*line)
     (console or Console()).print(table)
 
 
@@ -35,8 +35,13 @@ def markdown(rows: Sequence[Row], columns: Columns) -> str:
     """The same table in Markdown."""
     lines = [[" ".join(header.split()) for header, _ in columns.values()]]
     lines += [["---:" if spec else "---" for _, spec in columns.values()]]
-    lines += [[_cell(row.get(key), spec) for key, (_, spec) in columns.items()] for row in rows]
+    lines += format_rows(rows, columns)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def format_rows(rows: Sequence[Row], columns: Columns) -> list[list[str]]:
+    """The cells of a table as text, line by line."""
+    return [[_cell(row.get(key), spec) for key, (_, spec) in columns.items()] for row in rows]
 
 
 def write_rows(path: str | Path, rows: Sequence[Row]) -> None:

@@ -14,11 +14,10 @@ from retrofit.adapter import load_adapter
 from retrofit.costs.held import kept_bytes
 from retrofit.evaluation.baselines import equal_memory_window, narrowest_window, window_only
 from retrofit.evaluation.scores import evaluating
+from retrofit.evaluation.settings import EQUAL, TEACHER, WINDOW_ONLY
 from retrofit.families import is_retrofit
 from retrofit.loading import check_vocabulary, load_base, load_config, load_tokenizer
 from retrofit.patching import patch
-
-TEACHER, WINDOW_ONLY, EQUAL = "teacher", "window-only", "window-only, equal memory"
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from patches.errors import RetrofitError
 from retrofit.chat import check_template
 from retrofit.costs.held import kept_bytes
-from retrofit.evaluation.contenders import WINDOW_ONLY, Contender, identity, load_contenders, lossless, ready
+from retrofit.evaluation.contenders import Contender, identity, load_contenders, lossless, ready
 from retrofit.evaluation.harness import run_harness
 from retrofit.evaluation.passkey import make_prompts, score_passkey
 from retrofit.evaluation.perplexity import POLICIES, perplexity_by_size, table
 from retrofit.evaluation.recall import check_bindings, score_recall
 from retrofit.evaluation.scores import gap_closed
-from retrofit.evaluation.settings import Settings
+from retrofit.evaluation.settings import WINDOW_ONLY, Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.evaluation.text import by_distance, check_length, score_text
 from retrofit.files import check_file, check_output, write_json

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from patches.errors import RetrofitError
 from retrofit.settings import Checked, setting
 
+TEACHER, WINDOW_ONLY, EQUAL = "teacher", "window-only", "window-only, equal memory"  # rows of every evaluation
 PROBES = ("identity", "recall", "passkey")
 DTYPES = ("auto", "float32", "bfloat16")
 

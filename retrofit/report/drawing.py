@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from patches.errors import RetrofitError
+from retrofit.evaluation.settings import EQUAL, TEACHER, WINDOW_ONLY
 
 try:
     import matplotlib
@@ -15,7 +16,6 @@ try:
 except ImportError as error:
     raise RetrofitError("the figures need matplotlib: pip install 'retrofit-lm[report]'") from error
 
-TEACHER, WINDOW_ONLY, EQUAL = "teacher", "window-only", "window-only, equal memory"
 # what benchmarks call the same two
 ALIASES = {"full attention": TEACHER, "none": WINDOW_ONLY}
 

@@ -11,7 +11,6 @@ from retrofit.report.collect import Row, Run, number
 from retrofit.report.drawing import (
     ALIASES,
     EQUAL,
-    INK,
     TEACHER,
     WINDOW_ONLY,
     Curve,
@@ -75,13 +74,6 @@ def _training(run: Run, styles: Styles) -> Iterator[Picture]:
 
     if closed := [(step, 100 * share) for step, share in _series(run.log, "eval_kl_gap_closed")]:
         yield _gap(run, closed, styles)
-
-    if rates := thinned(_series(run.log, "learning_rate"))[0]:
-        how: dict[str, Any] = {"x": STEPS, "y": "learning rate", "logarithmic": False, "height": 2.5}
-        how["finish"] = lambda axes: axes.set_ylim(bottom=0)
-        yield chart(
-            "learning-rate", "Training", "Learning rate", [Curve("learning rate", rates, {"color": INK})], **how
-        )
 
     yield from _layers(run, styles)
 

@@ -56,7 +56,7 @@ def page(run: Run, figures: Sequence[tuple[Picture, bytes]]) -> str:
     environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = _shown
     title, about = _title(run)
-    found = list(tables(run))
+    found = tables(run)
     metrics, evaluated = run.metrics, run.evaluation
     sections = [*(table.section for table in found[:1]), *(picture.section for picture, _ in figures)]
     lists = {

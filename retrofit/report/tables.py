@@ -1,14 +1,15 @@
-"""The tables of a report: what training, the evaluation and the benchmark found, in words and figures as shown."""
+"""The tables of a report: what training, the evaluation and the benchmark found, as the page shows them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from retrofit.report.collect import Row, Run, number
+from retrofit.evaluation.tables import tables as tables_of_evaluation
+from retrofit.report.collect import Row, Run
 from retrofit.report.figures import shown
-
-Columns = Mapping[str, tuple[str, str]]
+from retrofit.table import format_rows
 
 TRAINING = {
+    "name": ("", ""),
     "window": ("window, tokens", ",.0f"),
     "kl": ("KL to teacher, nats", ".4f"),
     "kl_gap_closed": ("KL gap closed", ".1%"),
@@ -16,16 +17,8 @@ TRAINING = {
     "kept_bytes": ("bytes per layer beside the window", ",.0f"),
     "seconds": ("fitted in, s", ",.0f"),
 }
-EVALUATION = {
-    "window": TRAINING["window"],
-    "sinks": ("sinks", ",.0f"),
-    "kept_bytes": TRAINING["kept_bytes"],
-}
-EVALUATION |= {key: TRAINING[key] for key in ("kl", "kl_gap_closed", "nll")} | {
-    "recall": ("keyed recall", ".1%"),
-    "passkey": ("pass key", ".1%"),
-}
 COSTS = {
+    "name": ("", ""),
     "length": ("context, tokens", ",.0f"),
     "prefill_seconds": ("prefill, s", ",.3f"),
     "prefill_to_full": ("× full's speed", ".2f"),
@@ -35,6 +28,8 @@ COSTS = {
     "cache_bytes": ("cache, bytes", ",.0f"),
     "cache_share": ("of full's cache", ".1%"),
 }
+
+Described = tuple[str, str, list[Row], dict[str, tuple[str, str]]]  # section, title, rows, columns
 
 
 @dataclass(frozen=True)
@@ -47,48 +42,27 @@ class Table:
     rows: list[list[str]]
 
 
-def tables(run: Run) -> Iterator[Table]:
-    """Every table there is something for."""
-    yield from _table("Results", "Held-out rows, after training", run.metrics["rows"], TRAINING)
-    yield from _evaluation(run.evaluation)
-    scores = run.evaluation["harness"]
-    lines = [{**line, "name": " ".join(str(line[k]) for k in ("task", "metric") if line.get(k))} for line in scores]
-    figures = {str(row.get("name")): (str(row.get("name")), ".3f") for row in run.evaluation["rows"]}
-    yield from _table("Results", "lm-evaluation-harness", lines, figures)
-    yield from _table("Costs", "All lengths", [{**row, "name": shown(row["name"])} for row in run.bench], COSTS)
+def tables(run: Run) -> list[Table]:
+    """Every table there is something for; ``run.missing`` gets a sentence for each that cannot be made."""
+    bench = [{**row, "name": shown(row["name"])} for row in run.bench]
+    found: list[Described] = [("Results", "Held-out rows, after training", run.metrics["rows"], TRAINING)]
+    try:
+        evaluated = tables_of_evaluation(run.evaluation)
+        found += [("Results", f"Evaluation: {title}", rows, columns) for title, rows, columns in evaluated]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        run.missing.append(f"The evaluation's tables are missing: eval.json holds something unexpected ({error!r}).")
+    return [table for part in (*found, ("Costs", "All lengths", bench, COSTS)) for table in _make_table(run, *part)]
 
 
-def _table(section: str, title: str, rows: Iterable[Row], columns: Columns) -> Iterator[Table]:
-    """``rows``, if there are any, under those of ``columns`` for which any has a figure."""
-    rows = list(rows)
-    there = {key: how for key, how in columns.items() if any(number(row.get(key)) is not None for row in rows)}
-    body = [
-        [str(row.get("name", "")), *(_cell(row.get(key), spec) for key, (_, spec) in there.items())] for row in rows
-    ]
-    if rows:
-        yield Table(section, title, ["", *(header for header, _ in there.values())], body)
-
-
-def _evaluation(evaluation: Row) -> Iterator[Table]:
-    """A row per contender: what it is, the text, the probes."""
-    whole: Row = next((entry for entry in evaluation["text"] if entry.get("beyond") is None), {})
-    rows = []
-    for contender in evaluation["rows"]:
-        name = str(contender.get("name"))
-        row = {**contender, **{key: whole.get(key, {}).get(name) for key in ("kl", "kl_gap_closed", "nll")}}
-        for probe in ("recall", "passkey"):
-            shares = [value for entry in evaluation[probe] if (value := number(entry.get(name))) is not None]
-            row[probe] = sum(shares) / len(shares) if shares else None
-        rows.append(row)
-    for table in _table("Results", "Evaluation", rows, EVALUATION):
-        same = evaluation["identity"]
-        if same:
-            table.header.append("equals its base up to S + W")
-            for line in table.rows:
-                line.append("–" if line[0] not in same else "yes" if same[line[0]] is True else "NO")
-        yield table
-
-
-def _cell(value: object, spec: str) -> str:
-    figure = number(value)
-    return "–" if figure is None else format(figure, spec)
+def _make_table(
+    run: Run, section: str, title: str, rows: list[Row], columns: dict[str, tuple[str, str]]
+) -> Iterator[Table]:
+    """``rows``, if there are any, under those of ``columns`` that any of them has."""
+    there = {key: how for key, how in columns.items() if any(row.get(key) is not None for row in rows)}
+    try:
+        cells = format_rows(rows, there)
+    except (TypeError, ValueError) as error:
+        run.missing.append(f"The table {title!r} is missing: a file holds something unexpected ({error}).")
+        return
+    if cells:
+        yield Table(section, title, [header for header, _ in there.values()], cells)

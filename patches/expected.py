@@ -23,7 +23,7 @@ from .options import Options, whole_number
 from .precision import wide
 from .rotary import rotate
 
-BLOCK = 128  # evicted tokens that are sorted into the rows together
+BLOCK = 128  # evicted tokens that compete for the entries together
 LEAST = 1e-6  # below this a spread or a length is taken for it
 STEPS = 1024  # scores are rounded to this part of 1: a word has the same score wherever the first layer meets it
 
@@ -175,7 +175,7 @@ class ExpectedOptions(Options):
         rows: tokens kept per key/value head; a list has a number for each. None: as many as fill the bytes of an AHN
             state, ``H D^2`` elements.
         shares: ``"need"``: calibration measures which heads of which layers lack tokens and gives each its share of all
-            rows; how many there are in all stays.
+            entries; how many there are in all stays.
         bits: of a number of a kept key or value: 16 (the model's own dtype, as it is), 8, 6, 5 or 4.
         horizon: over how many positions beyond the window future queries are expected.
         tilt: what a token's score gains for each position that it comes later, at least 0. A large one (1e6) keeps the
@@ -436,15 +436,15 @@ class ExpectedAttention(WindowMemory):
         keys = Channels(self.key_mean.to(dtype), self.key_spread.to(dtype))
         return keys, Channels(self.value_mean.to(dtype), self.value_spread.to(dtype))
 
-    def _restore_entries(self, rows: Entries, heads: slice, step: Step) -> tuple[Tensor, Tensor]:
-        """Keys, rotated, and values ``(B, heads, C, D)`` of rows, in the model's dtype."""
+    def _restore_entries(self, kept: Entries, heads: slice, step: Step) -> tuple[Tensor, Tensor]:
+        """Keys, rotated, and values ``(B, heads, C, D)`` of kept tokens, in the model's dtype."""
         if self.options.bits == 16:
-            return rows["k"], rows["v"]
+            return kept["k"], kept["v"]
         dtype = wide(step.k.dtype)
         of_keys, of_values = (Channels(*(x[heads] for x in channels)) for channels in self._get_channels(dtype))
-        k = restore(rows["k"], rows["k_scale"], of_keys, self.options.bits)
-        v = restore(rows["v"], rows["v_scale"], of_values, self.options.bits)
-        cos, sin = step.now.turn(rows["position"].flatten(0, 1).long())  # (B heads, C, D)
+        k = restore(kept["k"], kept["k_scale"], of_keys, self.options.bits)
+        v = restore(kept["v"], kept["v_scale"], of_values, self.options.bits)
+        cos, sin = step.now.turn(kept["position"].flatten(0, 1).long())  # (B heads, C, D)
         k = rotate(k.flatten(0, 1).unsqueeze(1), cos.to(dtype), sin.to(dtype)).squeeze(1).unflatten(0, k.shape[:2])
         return k.to(step.k.dtype), v.to(step.v.dtype)
 

@@ -1,8 +1,7 @@
 """Joint rows: the tokens that future queries are expected to look at stay as they are, and a state has read all.
 
-``expected`` and ``joint`` in one: the rows enter the window's softmax first, and the log-sum-exp that this gives meets
-the masses of the state's branches. A token that stays as a row is written to the state as well; see
-docs/memories/joint-rows.md.
+``expected`` and ``joint`` in one: kept tokens enter the window's softmax first, and the log-sum-exp that this gives
+meets the masses of the state's branches. A kept token is written to the state as well; see docs/memories/joint-rows.md.
 """
 
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class JointRowsOptions(JointOptions, ExpectedOptions):
 
 
 class JointRows(JointMemory, ExpectedAttention):
-    """Sinks, window and chosen rows in one softmax, whose log-sum-exp then meets the masses of ``joint``'s branches."""
+    """Sinks, window and kept tokens in one softmax, whose log-sum-exp then meets the masses of ``joint``'s branches."""
 
     kind = "joint-rows"
     writes_back = compiles = False
@@ -48,7 +47,7 @@ class JointRows(JointMemory, ExpectedAttention):
         JointMemory.observe(self, step, again)
 
     def settle(self) -> None:
-        """What rows and state take over; the state stays closed, since what it reads was not held against the rows."""
+        """What entries and state take over; the state stays closed: what it reads was not held against the entries."""
         ExpectedAttention.settle(self)
         JointMemory.settle(self)
         torch.nn.init.zeros_(self.opening)

@@ -244,7 +244,7 @@ class Memory(nn.Module):
         return sum(kept.bytes for kept in self.state_tensors(dtype, tokens).values())
 
     def seen_keys(self, tokens: int) -> Tensor:
-        """Keys that each query attends to by a softmax, sinks and rows of the memory included: ``(tokens,)`` int64."""
+        """Keys that each query attends to by a softmax, sinks and kept tokens included: ``(tokens,)`` int64."""
         t = torch.arange(tokens)
         return torch.where(t < self.capacity, t + 1, self.seen_beyond(t))
 
@@ -255,7 +255,7 @@ class Memory(nn.Module):
     def flops(self, tokens: int) -> int:
         """Operations to write and read the memory over ``tokens`` tokens, its own matrices included.
 
-        A product of matrices counts 2 per multiplication; rows seen by the softmax are in :meth:`seen_keys`.
+        A product of matrices counts 2 per multiplication; what the softmax sees is in :meth:`seen_keys`.
         """
         weights = sum(parameter.numel() for parameter in self.parameters() if parameter.dim() > 1)
         return 2 * weights * tokens + self.state_flops(max(0, tokens - self.capacity))
@@ -292,8 +292,8 @@ class WindowMemory(Memory):
             near, total = decode_attention(step.q, layer.keys, layer.values, scale=scale, dropout=dropout, lse=lse)
             return self.recall(step, near, total, gone)
         stream = layer.stream(now, step.k, step.v, step.gates)
-        rows = (step.q, stream.k, stream.v, stream.sink_k, stream.sink_v)
-        near, total = window_attention(*rows, window=window, start=now.seen, scale=scale, dropout=dropout, lse=lse)
+        given = (step.q, stream.k, stream.v, stream.sink_k, stream.sink_v)
+        near, total = window_attention(*given, window=window, start=now.seen, scale=scale, dropout=dropout, lse=lse)
         out: Joined = near, None
         if first < now.new:
             k, v = stream.k[:, :, first : now.new], stream.v[:, :, first : now.new]

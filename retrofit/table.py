@@ -1,18 +1,20 @@
 """The one table a verb prints, and the same rows as JSON for ``--json FILE``."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from retrofit.files import write_json
 
 Row = Mapping[str, Any]
 Columns = Mapping[str, tuple[str, str]]
+Item = TypeVar("Item")
 
 
 def print_table(title: str, rows: Sequence[Row], columns: Columns, console: Console | None = None) -> None:
@@ -37,6 +39,12 @@ def markdown(rows: Sequence[Row], columns: Columns) -> str:
     lines += [["---:" if spec else "---" for _, spec in columns.values()]]
     lines += format_rows(rows, columns)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def show_progress(items: Collection[Item], name: str) -> Iterable[Item]:
+    """``items``, with a bar on a terminal's stderr while they are gone through."""
+    console = Console(stderr=True)
+    return track(items, name, console=console, disable=not console.is_terminal)
 
 
 def format_rows(rows: Sequence[Row], columns: Columns) -> list[list[str]]:

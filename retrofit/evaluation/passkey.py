@@ -1,7 +1,7 @@
 """Passkey retrieval: a number of five digits hidden in repeated noise (Landmark Attention, arXiv 2305.16300, 4.2)."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -14,6 +14,7 @@ from retrofit.evaluation.contenders import Contender, ready
 from retrofit.evaluation.scores import CHUNK, prefill
 from retrofit.evaluation.store import ResultStore
 from retrofit.generation import respond
+from retrofit.table import show_progress
 
 OPENING = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you about "
@@ -86,19 +87,16 @@ def score_passkey(
     prompts: dict[tuple[int, float, int], tuple[str, str]],
     *,
     chunk: int = CHUNK,
-    on_sample: Callable[[int], None] | None = None,
 ) -> None:
     """Ask every row; ``store`` gets ``kind="passkey"`` with the answers and whether the key is in them."""
     with ready(rows):
-        for done, ((length, depth, number), (prompt, key)) in enumerate(prompts.items(), start=1):
+        for (length, depth, number), (prompt, key) in show_progress(prompts.items(), "passkey"):
             name = f"passkey/{length}-{depth}-{number}"
             if name not in store:
                 ids = tokenizer(prompt, return_tensors="pt", verbose=False)["input_ids"].to(rows[0].model.device)
                 answers = {row.name: answer(row.model, tokenizer, ids, chunk) for row in rows}
                 scores = {row: float(key in said) for row, said in answers.items()}
                 store.add(name, kind="passkey", length=length, depth=depth, scores=scores, answers=answers)
-            if on_sample is not None:
-                on_sample(done)
 
 
 @torch.no_grad()

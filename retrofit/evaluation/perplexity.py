@@ -16,6 +16,7 @@ from torch import Tensor
 from patches.errors import RetrofitError, one_of
 from retrofit.evaluation.scores import CHUNK, cached_readers, evaluating, scored_pieces
 from retrofit.patching import patch
+from retrofit.table import show_progress
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
 FULL = "full"
@@ -41,7 +42,6 @@ def perplexity_by_size(
     policies: Sequence[str] = tuple(POLICIES),
     *,
     chunk: int = CHUNK,
-    on_cell: Callable[[str, int | None, float], None] | None = None,
 ) -> dict[str, dict[int | None, float]]:
     """Perplexity of texts under each policy at each size of its state, and under full attention.
 
@@ -53,7 +53,6 @@ def perplexity_by_size(
         sizes: tokens held per layer, sinks included.
         policies: of :data:`POLICIES`.
         chunk: tokens per forward pass.
-        on_cell: called with (policy, size, perplexity) when one is known; the size is None for full attention.
 
     Returns:
         ``{policy: {size: perplexity}}``, ``"full"`` first, under the size None.
@@ -71,12 +70,10 @@ def perplexity_by_size(
 
     found: dict[str, dict[int | None, float]] = {name: {} for name in (FULL, *policies)}
     cells: list[tuple[str, int | None]] = [(FULL, None), *((policy, size) for size in sizes for policy in policies)]
-    for policy, size in cells:
+    for policy, size in show_progress(cells, "sizes of state"):
         model = patch(base, **(_window(1) if size is None else POLICIES[policy](size)))
         with model.memory_off() if size is None else nullcontext():
             found[policy][size] = perplexity(model, sequences, chunk=chunk)
-        if on_cell is not None:
-            on_cell(policy, size, found[policy][size])
     return found
 
 

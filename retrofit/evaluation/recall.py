@@ -4,7 +4,7 @@
 should predict the value it was bound to. Random tokens keep the text itself from helping: nothing but memory is asked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -15,6 +15,7 @@ from patches.errors import RetrofitError
 from retrofit.evaluation.contenders import Contender, plain_tokens, ready
 from retrofit.evaluation.scores import CHUNK, cached_readers, scored_pieces
 from retrofit.evaluation.store import ResultStore
+from retrofit.table import show_progress
 
 
 def score_recall(
@@ -27,7 +28,6 @@ def score_recall(
     samples: int = 5,
     seed: int = 0,
     chunk: int = CHUNK,
-    on_sample: Callable[[int], None] | None = None,
 ) -> None:
     """Score every row on the same sequences; ``store`` gets ``kind="recall"`` with the share of values recalled.
 
@@ -40,20 +40,14 @@ def score_recall(
         RetrofitError: a length too short for that many bindings, or too few tokens to draw from.
     """
     vocabulary = check_bindings(rows, tokenizer, lengths, bindings)
-    done = 0
     with ready(rows):
-        for length in lengths:
-            for count in bindings:
-                for number in range(samples):
-                    key = f"recall/{length}-{count}-{number}"
-                    if key not in store:
-                        generator = torch.Generator().manual_seed(hash((seed, length, count, number)) % 2**63)
-                        ids, asked = sequence(vocabulary, length, count, generator)
-                        scores = _recalled(rows, ids, asked, chunk)
-                        store.add(key, kind="recall", length=length, bindings=count, scores=scores)
-                    done += 1
-                    if on_sample is not None:
-                        on_sample(done)
+        for length, count, number in show_progress(list(product(lengths, bindings, range(samples))), "recall"):
+            key = f"recall/{length}-{count}-{number}"
+            if key not in store:
+                generator = torch.Generator().manual_seed(hash((seed, length, count, number)) % 2**63)
+                ids, asked = sequence(vocabulary, length, count, generator)
+                scores = _recalled(rows, ids, asked, chunk)
+                store.add(key, kind="recall", length=length, bindings=count, scores=scores)
 
 
 def check_bindings(

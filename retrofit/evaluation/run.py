@@ -1,15 +1,11 @@
 """One evaluation from settings to files: the rows, whatever was asked for, results as they come, one summary."""
 
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from patches.errors import RetrofitError
 from retrofit.chat import check_template
@@ -17,7 +13,7 @@ from retrofit.costs.held import kept_bytes
 from retrofit.evaluation.contenders import Contender, identity, load_contenders, lossless, ready
 from retrofit.evaluation.harness import run_harness
 from retrofit.evaluation.passkey import make_prompts, score_passkey
-from retrofit.evaluation.perplexity import POLICIES, perplexity_by_size, table
+from retrofit.evaluation.perplexity import perplexity_by_size, table
 from retrofit.evaluation.recall import check_bindings, score_recall
 from retrofit.evaluation.scores import gap_closed
 from retrofit.evaluation.settings import WINDOW_ONLY, Settings
@@ -79,39 +75,17 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
                 metadata={"max_seq_lengths": list(settings.task_lengths)} if settings.task_lengths else None,
                 output=output / "harness.json",
             )["scores"]
-    with _progress() as progress:
-        if sequences is not None:
-            bar = progress.add_task("text", total=len(sequences))
-            score_text(rows, sequences, store, chunk=settings.chunk, on_sequence=_advance(progress, bar))
-        if "recall" in settings.probes:
-            total = len(lengths) * len(settings.bindings) * settings.samples
-            bar = progress.add_task("recall", total=total)
-            score_recall(
-                rows,
-                tokenizer,
-                store,
-                lengths=lengths,
-                bindings=settings.bindings,
-                samples=settings.samples,
-                seed=settings.seed,
-                chunk=settings.chunk,
-                on_sample=_advance(progress, bar),
-            )
-        if prompts:
-            bar = progress.add_task("passkey", total=len(prompts))
-            told = _advance(progress, bar)
-            score_passkey(rows, tokenizer, store, prompts, chunk=settings.chunk, on_sample=told)
-        sizes = None
-        if settings.sizes and sequences is not None:
-            bar = progress.add_task("sizes of state", total=1 + len(POLICIES) * len(settings.sizes))
-            found = perplexity_by_size(
-                rows[0].model,
-                sequences,
-                settings.sizes,
-                chunk=settings.chunk,
-                on_cell=lambda *_: progress.advance(bar),
-            )
-            sizes = table(found)[0]
+    chunk = settings.chunk
+    if sequences is not None:
+        score_text(rows, sequences, store, chunk=chunk)
+    if "recall" in settings.probes:
+        grid: dict[str, Any] = {"lengths": lengths, "bindings": settings.bindings, "samples": settings.samples}
+        score_recall(rows, tokenizer, store, **grid, seed=settings.seed, chunk=chunk)
+    if prompts:
+        score_passkey(rows, tokenizer, store, prompts, chunk=chunk)
+    sizes = None
+    if settings.sizes and sequences is not None:
+        sizes = table(perplexity_by_size(rows[0].model, sequences, settings.sizes, chunk=chunk))[0]
     summary = {
         "settings": asdict(settings),
         "rows": [_describe(row, narrow) for row in rows],
@@ -144,12 +118,3 @@ def _text(store: ResultStore, rows: Sequence[Contender], length: int) -> list[di
         gap = entry["kl"][WINDOW_ONLY]
         entry["kl_gap_closed"] = {name: gap_closed(kl, gap) for name, kl in entry["kl"].items()}
     return table
-
-
-def _advance(progress: Progress, bar: TaskID) -> Callable[[object], None]:
-    return lambda _: progress.advance(bar)
-
-
-def _progress() -> AbstractContextManager[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True))

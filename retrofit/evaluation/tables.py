@@ -15,7 +15,7 @@ def tables(summary: dict[str, Any]) -> list[Printed]:
         "name": ("", ""),
         "window": ("window", ",d"),
         "sinks": ("sinks", ",d"),
-        "kept_bytes": ("bytes per layer beside the window", ",d"),
+        "kept_bytes": ("bytes beside the window", ",d"),
     }
     found: list[Printed] = [("what is compared", summary["rows"], columns)]
     if summary["identity"]:

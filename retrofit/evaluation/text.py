@@ -1,6 +1,6 @@
 """KL to the teacher and NLL by position on a text of the user's, every row read chunk by chunk."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from patches.errors import RetrofitError
 from retrofit.evaluation.contenders import Contender, lossless, ready
 from retrofit.evaluation.scores import CHUNK, cached_readers, scored_pieces
 from retrofit.evaluation.store import ResultStore
+from retrofit.table import show_progress
 
 
 def score_text(
@@ -18,7 +19,6 @@ def score_text(
     store: ResultStore,
     *,
     chunk: int = CHUNK,
-    on_sequence: Callable[[int], None] | None = None,
 ) -> None:
     """Score every row on the same positions of each sequence that ``store`` has no scores of.
 
@@ -34,12 +34,10 @@ def score_text(
     start = lossless(rows)
     edges = distances(rows, sequences.shape[1])
     with ready(rows):
-        for number, ids in enumerate(sequences):
+        for number, ids in enumerate(show_progress(sequences, "text")):
             key = f"text/{number}"
             if key not in store:
                 store.add(key, kind="text", **_score(rows, ids[None].to(rows[0].model.device), start, edges, chunk))
-            if on_sequence is not None:
-                on_sequence(number + 1)
 
 
 def check_length(rows: Sequence[Contender], length: int) -> None:

@@ -92,7 +92,7 @@ $(VENV)/presses/.ready:
 	$(VENV)/presses/bin/python -m pip install $(PIP_ARGS) "kvpress==0.5.5" "transformers==5.2.*"
 	@touch $@
 
-# runs that are killed 200 times, hang, or lose their disk or data for a while: a quarter of an hour
+# runs that are killed 200 times, or lose their disk or data for a while: a quarter of an hour
 test-faults: $(READY)
 	RETROFIT_FAULTS=$(KILLS) $(BIN)/python -m pytest -n 0 -s tests/distill/faults
 

@@ -94,14 +94,10 @@ def distill(
     ],
     option: Options = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine, one per GPU.")] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Number of machines; run the same command on each of them.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="Which of the machines this is, counted from 0.")] = 0,
-    master_addr: Annotated[str | None, typer.Option(help="Address of machine 0.")] = None,
     max_restarts: Annotated[
         int,
         typer.Option(min=0, help="How often to start all processes again from the last checkpoint if one fails."),
     ] = 0,
-    master_port: Annotated[int, typer.Option(min=1, help="A free port of machine 0.")] = 29500,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what the run will take, and load no weights.")
     ] = False,
@@ -145,11 +141,10 @@ def distill(
         return
     if recipe.output_dir is not None and not resume:
         check_output(recipe.output_dir, overwrite=True, inputs=read, data=recipe.sources)
-    from distill.parallel.launch import Machines, launch
+    from distill.parallel.launch import launch, needs_launch
 
-    machines = Machines(nproc, nnodes, node_rank, master_addr, master_port, max_restarts)
-    if machines.needed(deepspeed=recipe.deepspeed is not None):
-        launch([str(HERE / "cli.py"), *sys.argv[1:]], machines)
+    if needs_launch(nproc, max_restarts, deepspeed=recipe.deepspeed is not None):
+        launch([str(HERE / "cli.py"), *sys.argv[1:]], nproc, max_restarts)
         return
     from distill.run import distill as run
     from retrofit.table import write_rows

@@ -29,7 +29,7 @@ from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
 from distill.model import build_model, calibrate_on
 from distill.objective import Objective
-from distill.parallel import EXIT_STATUS, pulse
+from distill.parallel import EXIT_STATUS
 from distill.parallel.processes import Processes, join, launch_of
 from distill.parallel.zero import agreeing, find_config, whole
 from distill.preflight import budgets, check_recipe
@@ -239,11 +239,9 @@ def how_to_resume(output: Path, processes: int) -> str:
     command = f"retrofit distill {shlex.quote(str(output / RECIPE_FILE))} --resume"
     if processes == 1:
         return command
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    command += f" --nproc {here}"
-    if here < processes:
-        command += f" --nnodes {processes // here} --node-rank NUMBER --master-addr ADDRESS"
-    return command
+    if int(os.environ.get("LOCAL_WORLD_SIZE", processes)) < processes:
+        return f"{command}   (by the launcher of all {processes} processes)"
+    return f"{command} --nproc {processes}"
 
 
 def _of_a_run(output: Path) -> list[Path]:
@@ -347,7 +345,6 @@ class _Fit:
                     f"{checkpoint} holds objects other than tensors, which could run code when they are read: delete "
                     "it, and --resume from the one before"
                 ) from None
-        pulse.rest()
         # what is saved is scored, without the autocast that bf16 and fp16 train with
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
         if stop.stopped:

@@ -25,7 +25,7 @@ from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
 from distill.objective import Batch, Objective, labels_of, tokens_of
 from distill.offload import offloaded
-from distill.parallel import fsdp, pulse
+from distill.parallel import fsdp
 from distill.parallel.zero import keep_base_out, partition, window_only
 from distill.schedules import in_stages
 from distill.unsupported import refuse_unsupported
@@ -151,9 +151,7 @@ class DistillTrainer(Trainer):
 
         Draws the step's window too, since the count depends on it.
         """
-        pulse.beat()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        pulse.beat()
         if self.state.global_step == self.args.local_steps > 0:
             self.optimizer.state.clear()  # how large the layers' gradients were says nothing about the KL's
         self._step_window = self.window
@@ -199,7 +197,6 @@ class DistillTrainer(Trainer):
         # around the backward pass too: gradient checkpointing runs the forward again there
         with self._windowed(self._step_window):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        pulse.beat()
         return loss
 
     def compute_loss(
@@ -223,7 +220,6 @@ class DistillTrainer(Trainer):
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}{_named(inputs)}: the run stopped "
                 "before this step was applied; look at these rows, or start again with a smaller learning rate"
             )
-        pulse.beat()  # a process that is here waits for the others' gradients next
         return (loss, {}) if return_outputs else loss
 
     @contextmanager
@@ -316,7 +312,6 @@ class DistillTrainer(Trainer):
         if data is not None and self.args.world_size > 1 and hasattr(data, "__len__"):
             data = EvenRows(data, self.args.eval_batch_size * self.args.world_size)
         for batch in map(self._prepare_inputs, self.get_eval_dataloader(data)):
-            pulse.beat()
             yield batch, Objective(label_shift=self.args.label_shift).scored(batch["labels"], sum(self.window))
 
     # ---- checkpoints ----

@@ -51,7 +51,8 @@ ELSEWHERE = {
 NOT_RUN = {
     "make": "sets up an environment and takes minutes; its targets are looked up",
     "--nproc": "several processes; tests/distill/parallel/test_launch.py and test_processes.py run them",
-    "torchrun": "several processes; tests/distill/parallel/test_launch.py runs it",
+    "torchrun": "several processes; tests/distill/parallel/test_processes.py runs it",
+    "accelerate": "several processes; tests/distill/parallel/test_processes.py runs it",
     "lm_eval": "tests/retrofit/evaluation/test_harness.py runs this very command",
     "hf": "asks for a token",
     "python": "a script beside the command: tests/serving measures what an engine saves",
@@ -151,8 +152,8 @@ def test_verbs_and_flags_are_known(page: str) -> None:
         words = command.words
         if words[0] == "make":
             assert words[1] in re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE), command.line
-        elif words[0] in ("retrofit", "torchrun"):
-            verb, rest = _verb(words[words.index("distill") :] if words[0] == "torchrun" else words[1:])
+        elif words[0] in ("retrofit", "torchrun", "accelerate"):
+            verb, rest = _verb(words[1:] if words[0] == "retrofit" else words[words.index("distill") :])
             verb.make_context("retrofit", list(rest))  # parses, and complains of what is unknown or missing
         else:
             assert words[0] in NOT_RUN, command.line

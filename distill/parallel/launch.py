@@ -1,211 +1,111 @@
-"""Starting a run in many processes, by torchrun's own agent: one per GPU, on one machine or several."""
+"""Starting a run in many processes of this machine, by torchrun's own agent: one per GPU."""
 
 import logging
 import os
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from uuid import uuid4
 
 import torch
 
-from distill.parallel import EXIT_STATUS, pulse
-from distill.parallel.processes import ATTEMPT, LAUNCH, started_together
+from distill.parallel import EXIT_STATUS
+from distill.parallel.processes import started_together
 from patches.errors import RetrofitError
 
-RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 USER_ERROR = 2  # the status with which a process ends that has said what the user can do
+GRACE = 3600  # seconds that processes have for their last step and its checkpoint once they were asked to stop
 
 
-@dataclass(frozen=True)
-class Machines:
-    """Where the processes run, in torchrun's words.
+def needs_launch(nproc: int | None, max_restarts: int, deepspeed: bool) -> bool:
+    """Whether processes are to be started: DeepSpeed wants a launcher for a single one, too.
 
     Raises:
-        RetrofitError: an impossible value, more processes than GPUs, or several machines without an address.
+        RetrofitError: more processes than GPUs, or another launcher has started others already.
     """
-
-    nproc: int | None = None  # processes on this machine
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str | None = None
-    master_port: int = 29500
-    max_restarts: int = 0
-
-    def __post_init__(self) -> None:
-        if self.nnodes > 1 and self.master_addr is None:
-            raise RetrofitError("--nnodes: give --master-addr as well, the address of the machine with --node-rank 0")
-        if self.node_rank >= self.nnodes:
+    if started_together():
+        local = os.environ.get("LOCAL_WORLD_SIZE", str(nproc))
+        if nproc is not None and str(nproc) != local:
             raise RetrofitError(
-                f"--node-rank {self.node_rank}: with --nnodes {self.nnodes} it must be below {self.nnodes}"
+                f"--nproc {nproc}: a launcher has already started {local} processes here: remove --nproc"
             )
-        if self.max_restarts and (self.nnodes > 1 or started_together()):
-            raise RetrofitError(
-                "--max-restarts starts the processes of one machine again: with several machines, or under another "
-                "launcher, leave that to the launcher"
-            )
-        if started_together():
-            local = os.environ.get("LOCAL_WORLD_SIZE", str(self.nproc))
-            if self.nproc is not None and str(self.nproc) != local:
-                raise RetrofitError(
-                    f"--nproc {self.nproc}: a launcher has already started {local} processes here: remove --nproc"
-                )
-            return
-        gpus = torch.cuda.device_count()
-        if self.nproc is not None and 0 < gpus < self.nproc:
-            raise RetrofitError(
-                f"--nproc {self.nproc}: this machine has {gpus} GPU{'s' if gpus > 1 else ''}, and each process needs "
-                "one: give a smaller number, or set CUDA_VISIBLE_DEVICES to nothing to run on the CPU"
-            )
-
-    def needed(self, deepspeed: bool) -> bool:
-        """Whether processes are to be started: DeepSpeed wants a launcher for a single one, too."""
-        several = (self.nproc or 1) > 1 or self.nnodes > 1
-        return not started_together() and (several or deepspeed or self.max_restarts > 0)
+        return False
+    gpus = torch.cuda.device_count()
+    if nproc is not None and 0 < gpus < nproc:
+        raise RetrofitError(
+            f"--nproc {nproc}: this machine has {gpus} GPU{'s' if gpus > 1 else ''}, and each process needs one: give "
+            "a smaller number, or set CUDA_VISIBLE_DEVICES to nothing to run on the CPU"
+        )
+    return (nproc or 1) > 1 or max_restarts > 0 or deepspeed
 
 
-def launch(command: list[str], machines: Machines) -> None:
-    """Run ``python command`` in every process and wait for all of them.
+def launch(command: list[str], nproc: int | None = None, max_restarts: int = 0) -> None:
+    """Run ``python command`` in ``nproc`` processes, by default one per GPU, and wait for all of them.
 
-    SIGINT, SIGTERM and SIGHUP are handed on once, so that the processes agree on a last step and write a checkpoint; a
-    second one ends them at once.
+    SIGINT, SIGTERM and SIGHUP are handed on, so that the processes agree on a last step and write a checkpoint.
+
+    Args:
+        max_restarts: how often to start all of them again if one fails.
 
     Raises:
         RetrofitError: what the first process that could not go on said.
         SystemExit: with status 130 after a signal, with 1 after an error that is no mistake of the user's.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what goes wrong is said below, once
-    count = machines.nproc or max(1, torch.cuda.device_count())
+    count = nproc or max(1, torch.cuda.device_count())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ[LAUNCH] = uuid4().hex
-    for attempt in range(machines.max_restarts + 1):
-        os.environ[ATTEMPT] = str(attempt)
-        failed = _launch_once(command, machines, count)
-        if failed is None:
-            return
-        if not failed.worth_another or attempt == machines.max_restarts:
-            raise failed.error from None
-        again = f"starting all processes again, {attempt + 1} of {machines.max_restarts} times"
-        said = failed.error if isinstance(failed.error, RetrofitError) else "a process failed"
-        print(f"{said}; {again}", file=sys.stderr)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # processes that start again would find old addresses in it
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heard = [one.name for one in signals if signal.getsignal(one) != signal.SIG_IGN]  # nohup ignores one
+    # an older torch has neither: it kills after 30 seconds, and SIGHUP ends a run under nohup
+    late: dict[str, Any] = {"shutdown_timeout": GRACE, "signals_to_handle": ",".join(heard)}
+    with tempfile.TemporaryDirectory() as logs:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id=uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="127.0.0.1",
+            max_restarts=max_restarts,
+            # the first process prints; what the others print is kept for the error
+            logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=dict.fromkeys(range(1, count), Std.ALL)),
+            **{name: value for name, value in late.items() if name in LaunchConfig.__dataclass_fields__},
+        )
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except SignalException:
+            raise SystemExit(EXIT_STATUS) from None
+        except ChildFailedError as error:
+            raise _explain(error, Path(logs)) from None
 
 
-@dataclass(frozen=True)
-class _Failed:
-    """Why processes ended, and whether others might fare better: not where the user stopped them or has to act."""
-
-    error: BaseException
-    worth_another: bool = False
-
-
-def _launch_once(command: list[str], machines: Machines, count: int) -> _Failed | None:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    errors: list[BaseException] = []
-    hung: int | None = None
-    with tempfile.TemporaryDirectory() as logs, pulse.watched() as turns, _relayed_signals() as received:
-
-        def run() -> None:
-            try:
-                elastic_launch(_config(machines, count, logs), sys.executable)(*command)
-            except BaseException as error:
-                errors.append(error)
-
-        # in a thread of its own, since the agent answers signals in the main thread by killing after 30 seconds
-        agent, watch = threading.Thread(target=run, daemon=True), pulse.Watch(turns)
-        agent.start()
-        while agent.is_alive():
-            agent.join(1)
-            if hung is None and (hung := watch.look()) is not None:
-                with suppress(ProcessLookupError):  # it may just have ended
-                    os.kill(hung, signal.SIGKILL)
-        if not errors:
-            return None
-        (error,) = errors
-        if isinstance(error, ChildFailedError):
-            return _explain(error, Path(logs), bool(received), hung is not None)
-        said = f"the processes could not connect to each other: {' '.join(str(error).split())}"
-        return _Failed(RetrofitError(said))
-
-
-def _config(machines: Machines, count: int, logs: str) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.launcher.api import LaunchConfig
-
-    alone = machines.nnodes == 1
-    meeting: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1"}
-    if not alone:
-        meeting = {
-            "rdzv_backend": "static",
-            "rdzv_endpoint": f"{machines.master_addr}:{machines.master_port}",
-            "rdzv_configs": {"rank": machines.node_rank},
-        }
-    return LaunchConfig(
-        min_nodes=machines.nnodes,
-        max_nodes=machines.nnodes,
-        nproc_per_node=count,
-        run_id=uuid4().hex if alone else "retrofit",
-        max_restarts=0,
-        # one process of a machine prints; what the others print is kept for the error
-        logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=dict.fromkeys(range(1, count), Std.ALL)),
-        **meeting,
-    )
-
-
-@contextmanager
-def _relayed_signals() -> Iterator[list[int]]:
-    """Hand signals on to the processes started here; yields the list of those that came."""
-    import psutil
-
-    received: list[int] = []
-
-    def relay(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        processes = psutil.Process().children()
-        if not processes:
-            raise KeyboardInterrupt  # not started yet
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-
-    heard = [number for number in RELAYED if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
-    before = {number: signal.signal(number, relay) for number in heard}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _explain(error: Any, logs: Path, stopped: bool, hung: bool) -> _Failed:
+def _explain(error: Any, logs: Path) -> BaseException:
     """What the processes that failed have to say."""
     failures = error.failures
-    if stopped or any(failure.exitcode == EXIT_STATUS for failure in failures.values()):
-        return _Failed(SystemExit(EXIT_STATUS))
+    if any(failure.exitcode == EXIT_STATUS for failure in failures.values()):
+        return SystemExit(EXIT_STATUS)
     # the others fail because this one is gone
     said = [failure for failure in failures.values() if failure.exitcode == USER_ERROR]
     if said:
-        return _Failed(RetrofitError(str(said[0].message)))
+        return RetrofitError(str(said[0].message))
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = ": most likely the machine ran out of memory" if name == "SIGKILL" else ""
-        text = f"process {rank} was ended by {name}{hint}"
-        if hung:
-            text = f"process {rank} hung: the others waited for it for {pulse.LIMIT / 60:.0f} minutes, and it was ended"
-        return _Failed(RetrofitError(f"{text}; --resume continues from the last checkpoint"), worth_another=True)
+        return RetrofitError(f"process {rank} was ended by {name}{hint}; --resume continues from the last checkpoint")
     text = failure.message
     if failure.error_file == "<N/A>":
         text = "".join(file.read_text(errors="replace") for file in logs.glob(f"**/{failure.local_rank}/stderr.log"))
     print(f"{text}\nprocess {rank} failed, with status {failure.exitcode}", file=sys.stderr)
-    return _Failed(SystemExit(failure.exitcode), worth_another=True)
+    return SystemExit(failure.exitcode)

@@ -18,7 +18,7 @@ from distill.parallel.zero import prepare_for_cpu
 from patches.errors import RetrofitError, first_line
 
 T = TypeVar("T")
-LAUNCH, ATTEMPT = "RETROFIT_LAUNCH", "RETROFIT_ATTEMPT"  # how the launcher tells its processes who they are
+LAUNCH, ATTEMPT = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"  # what torchrun's agent tells its processes
 PR_SET_PDEATHSIG = 1  # prctl(2)
 # one process tokenises, or exports, while the others wait for it
 PATIENCE = timedelta(hours=6)
@@ -33,7 +33,8 @@ if not torch.cuda.is_available():
 def launch_of(first: bool = True) -> str | None:
     """What tells the launch that started this process from others; None where there was none, or, unless ``first``, if
     its processes were not started again."""
-    return None if not first and os.environ.get(ATTEMPT, "0") == "0" else os.environ.get(LAUNCH)
+    launch = os.environ.get(LAUNCH, "none")  # torchrun's name for all launches that nobody named
+    return None if launch == "none" or (not first and os.environ.get(ATTEMPT, "0") == "0") else launch
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def end_with_launcher() -> None:
 
     After a SIGKILL to the command alone its processes would train on, and write beside those that --resume starts.
     """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if sys.platform == "linux" and LAUNCH in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 from distill import DistillTrainer, distill
 from distill.config import DistillConfig
 from distill.data.rows import DocumentRows
-from distill.parallel import pulse
-from distill.parallel.launch import Machines, launch
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS
 from retrofit.texts import sources, tokens
@@ -76,19 +74,6 @@ def test_a_run_of_two_processes_that_is_killed_all_the_time(place: Path) -> None
     print(found["kills"], "kills in", round(found["seconds"]), "s:", found["by_phase"])
     assert found["kills"] == KILLS
     assert found["killed"] == found["undisturbed"]
-
-
-def test_a_process_that_hangs_is_named_and_the_run_goes_on(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pulse, "LIMIT", 6.0)
-    values = recipe(place, place / "hung").to_dict()
-    (place / "recipe.yaml").write_text(json.dumps(values))
-    command = ["distill", str(place / "recipe.yaml"), "--nproc", "2"]
-    launch([str(ILL_FATED), "hang-once", *command], Machines(nproc=2, max_restarts=1))
-    assert "process 1 hung: the others waited for it" in capfd.readouterr().err
-    launch([str(ILL_FATED), "none", *command, "-o", str(place / "whole")], Machines(nproc=2))
-    assert_equal(place / "hung", place / "whole")
 
 
 @pytest.fixture

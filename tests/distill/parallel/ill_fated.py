@@ -1,7 +1,7 @@
 """The command line in a process, alone or the second of two, that meets with something in its third step or after it.
 
-First argument: ``signal`` (it can still finish the step), ``nan``, ``kill``, ``kill-once`` and ``hang-once`` (not after
-a restart), or ``kill-saving`` (its second checkpoint); then the command.
+First argument: ``none``, ``signal`` (it can still finish the step), ``nan``, ``kill``, ``kill-once`` (not after a
+restart), or ``kill-saving`` (its second checkpoint); then the command.
 """
 
 import os
@@ -14,7 +14,6 @@ from distill.parallel.processes import ATTEMPT
 from distill.trainer import DistillTrainer
 
 compute_loss, save_rng_state = DistillTrainer.compute_loss, DistillTrainer._save_rng_state
-training_step = DistillTrainer.training_step
 second = os.environ.get("RANK", "1") == "1"
 
 
@@ -30,12 +29,6 @@ def _compute_loss(self: DistillTrainer, model: Any, *args: Any, **kwargs: Any) -
     return loss
 
 
-def _training_step(self: DistillTrainer, *args: Any, **kwargs: Any) -> Any:
-    if fate == "hang-once" and self.state.global_step == 2 and second and os.environ[ATTEMPT] == "0":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return training_step(self, *args, **kwargs)
-
-
 def _save_rng_state(self: DistillTrainer, *args: Any) -> None:
     if fate == "kill-saving" and self.state.global_step > 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -45,6 +38,5 @@ def _save_rng_state(self: DistillTrainer, *args: Any) -> None:
 if __name__ == "__main__":
     fate = sys.argv.pop(1)
     DistillTrainer.compute_loss = _compute_loss
-    DistillTrainer.training_step = _training_step
     DistillTrainer._save_rng_state = _save_rng_state
     cli.main()

@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from distill.config import DistillConfig
 from distill.model import build_model
-from distill.parallel.launch import Machines, launch
+from distill.parallel.launch import launch
 from distill.parallel.processes import join
 
 WIDTH = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -45,7 +45,7 @@ def measure(folder: Path, dtype: str = "auto") -> dict[str, Any]:
     Qwen2ForCausalLM(Qwen2Config(vocab_size=8192, num_hidden_layers=8, **WIDTH)).bfloat16().save_pretrained(
         folder / "base"
     )
-    launch([__file__, str(folder), dtype], Machines(nproc=2))
+    launch([__file__, str(folder), dtype], 2)
     return json.loads((folder / "found.json").read_text())
 
 

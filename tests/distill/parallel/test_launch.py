@@ -1,23 +1,22 @@
 """Launching, with processes that do nothing but end in some way: what the command then says, and with which status."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from distill.parallel import pulse
-from distill.parallel.launch import Machines, launch
+from distill.parallel.launch import launch, needs_launch
 from distill.parallel.processes import LAUNCHED
 from patches.errors import RetrofitError
 from tests.helpers import ROOT, fresh_process
 
-TWO = Machines(nproc=2)
+TWO = 2
 
 
 def script(folder: Path, code: str) -> list[str]:
@@ -28,12 +27,16 @@ def script(folder: Path, code: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What :func:`launch` sets for its processes goes again; no GPU is asked for."""
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What :func:`launch` sets for its processes goes again, and so do torch's handlers; no GPU is asked for."""
+    heard = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    yield
+    for one, handler in heard.items():
+        signal.signal(one, handler)
 
 
 def test_every_process_runs_the_command(tmp_path: Path) -> None:
@@ -47,7 +50,7 @@ def test_a_signal_is_handed_on_to_all(tmp_path: Path) -> None:
 def stop(*_):
     open(r'{tmp_path}/stopped-' + os.environ['RANK'], 'w')
     sys.exit(130)
-signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
 open(r'{tmp_path}/ready-' + os.environ['RANK'], 'w')
 while second and not os.path.exists(r'{tmp_path}/ready-0'):
     time.sleep(0.01)
@@ -60,7 +63,6 @@ time.sleep(60)
     try:
         with pytest.raises(SystemExit) as stopped:
             launch(script(tmp_path, code), TWO)
-        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, outside)
     assert stopped.value.code == 130
@@ -75,9 +77,7 @@ join(deepspeed=False)
 open(r'{tmp_path}/ready-' + os.environ['RANK'], 'w')
 time.sleep(100)
 """
-    command = (
-        f"from distill.parallel.launch import Machines, launch; launch({script(tmp_path, code)!r}, Machines(nproc=2))"
-    )
+    command = f"from distill.parallel.launch import launch; launch({script(tmp_path, code)!r}, 2)"
     with subprocess.Popen([sys.executable, "-c", command]) as launcher:
         while len(list(tmp_path.glob("ready-*"))) < 2:
             assert launcher.poll() is None
@@ -113,46 +113,6 @@ os._exit(0)
     assert (tmp_path / "gave-up").exists()
 
 
-def test_a_process_that_others_wait_for_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "LIMIT", 2.0)
-    code = """
-from distill.parallel.pulse import beat
-beat()
-if not second:
-    time.sleep(3)  # as slow as it is, nobody is behind
-    beat()
-time.sleep(60)
-"""
-    began = time.monotonic()
-    with pytest.raises(RetrofitError, match=r"^process 1 hung: the others waited for it .*--resume continues"):
-        launch(script(tmp_path, code), TWO)
-    assert 5 < time.monotonic() - began < 50
-
-
-def test_only_what_the_launcher_sees_itself_counts_as_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "LIMIT", 2.0)
-    monkeypatch.setenv(pulse.FOLDER, str(tmp_path))
-    watch = pulse.Watch(tmp_path)
-
-    def counted(**turns: int) -> int | None:
-        for name, turn in turns.items():
-            (tmp_path / name).write_text(f"{turn} {100 + turn}\n")
-            os.utime(tmp_path / name, (0, 0))  # however long ago: the machine may have slept
-        return watch.look()
-
-    assert [counted(a=7, b=7) for _ in range(5)] == [None] * 5
-    assert [counted(a=7, b=8), counted(), counted(), counted()] == [None, None, 107, 107]
-    assert [counted(a=9), counted(), counted(), counted(b=9)] == [None, None, 108, None]
-    assert [counted(), counted()] == [None, None]
-
-
-def test_a_pulse_that_cannot_be_written_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(pulse.FOLDER, str(tmp_path / "gone"))
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    pulse.beat()
-    pulse.rest()
-
-
 def test_a_closed_terminal_ends_no_run_under_nohup(tmp_path: Path) -> None:
     code = f"""
 time.sleep(0 if second else 1)
@@ -171,24 +131,21 @@ open(r'{tmp_path}/ended-' + os.environ['RANK'], 'w')
     assert len(list(tmp_path.glob("ended-*"))) == 2
 
 
-def test_a_slow_hub_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "LIMIT", 2.0)
+def test_a_slow_hub_ends_no_run(tmp_path: Path) -> None:
     code = """
 from datetime import timedelta
 from types import SimpleNamespace
 import torch
 from rich.console import Console
 from distill import callbacks
-from distill.parallel import processes, pulse
+from distill.parallel import processes
 processes.IN_STEP = timedelta(seconds=3)
 these = processes.join(deepspeed=False)
 callbacks.push_folder = lambda *_, **__: time.sleep(6)
-pulse.beat()
 state = SimpleNamespace(is_world_process_zero=not second, global_step=1)
 args = SimpleNamespace(output_dir='.', hub_model_id='user/name')
 args.hub_private_repo = args.hub_revision = args.hub_token = None
 callbacks.PushAdapter(args, Console()).on_save(args, state, None)
-pulse.beat()
 torch.distributed.all_reduce(torch.ones(1))
 these.leave()
 """
@@ -227,24 +184,13 @@ def test_a_killed_process_is_one_sentence(tmp_path: Path) -> None:
         launch(script(tmp_path, code), TWO)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"nnodes": 2}, "give --master-addr as well"),
-        ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "with --nnodes 2 it must be below 2"),
-    ],
-)
-def test_flags_that_cannot_be_are_one_sentence(flags: dict[str, int | str], said: str) -> None:
-    with pytest.raises(RetrofitError, match=said):
-        Machines(**flags)
-
-
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(RetrofitError, match="--nproc 2: this machine has 1 GPU, and each process needs one"):
-        Machines(nproc=2)
-    assert not Machines(nproc=1).needed(deepspeed=False)
-    assert Machines(nproc=1).needed(deepspeed=True)
+        needs_launch(2, 0, deepspeed=False)
+    assert not needs_launch(1, 0, deepspeed=False)
+    assert needs_launch(1, 0, deepspeed=True)
+    assert needs_launch(1, 1, deepspeed=False)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "deepspeed"])
@@ -289,6 +235,6 @@ except RetrofitError as error:
 def test_under_another_launcher_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in zip((*LAUNCHED, "LOCAL_WORLD_SIZE"), ("0", "2", "0", "localhost", "29500", "2"), strict=True):
         monkeypatch.setenv(name, value)
-    assert not Machines(nproc=2).needed(deepspeed=True)
+    assert not needs_launch(2, 1, deepspeed=True)
     with pytest.raises(RetrofitError, match="a launcher has already started 2 processes here"):
-        Machines(nproc=3)
+        needs_launch(3, 0, deepspeed=False)

@@ -109,11 +109,20 @@ class MemoryAttention(Host):
         heads, weights = attend(self, step.q, k, v, mask, **how, **kwargs)
         return self.o_proj(heads.reshape(*step.x.shape[:-1], -1).contiguous()), weights
 
+    def __reduce__(self) -> Any:
+        # pickle looks classes up by name, and this one is made when it is asked for
+        return _new_attention, (type(self).__bases__[1],), self.__dict__
+
 
 @cache
 def add_memory(attention: type) -> type:
     """The class of a family's attention layers with :class:`MemoryAttention` in front."""
     return type(f"Retrofit{attention.__name__}", (MemoryAttention, attention), {})
+
+
+def _new_attention(attention: type) -> Any:
+    made = add_memory(attention)
+    return made.__new__(made)
 
 
 def rotated(q: Tensor, k: Tensor, v: Tensor, tables: Turn | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 import retrofit
 from patches.errors import RetrofitError
 from tests.conftest import tiny_base
-from tests.helpers import ON_A_WINDOW, TRAINABLE, S, W, awake, capacity, feed, logits, tokens
+from tests.helpers import ON_A_WINDOW, ROOT, TRAINABLE, S, W, awake, capacity, feed, fresh_process, logits, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
 
@@ -166,3 +167,12 @@ def test_what_a_backward_pass_computes_again_is_of_its_own_token(make_base: Make
     for token in range(2):
         model(tokens(1, 1, seed=token), past_key_values=cache)
     assert [replace(now, results={}).indices(0, 1).item() for now in passes] == [30, 31]
+
+
+def test_a_whole_model_is_pickled(make_base: MakeBase, tmp_path: Path) -> None:
+    """As ``torch.save`` and processes that are spawned do; in another process, which has made no such model."""
+    model, ids = awake(make_base("Llama"), "ahn-gdn"), tokens(1, 30)
+    torch.save((model, ids), tmp_path / "model.pt")
+    code = "model, ids = torch.load('model.pt', weights_only=False)\nprint(model(ids).logits.sum().item())"
+    said = fresh_process(code, tmp_path, path=ROOT)
+    assert float(said.splitlines()[-1]) == pytest.approx(logits(model, ids).sum().item(), abs=1e-3)

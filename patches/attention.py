@@ -121,8 +121,7 @@ def add_memory(attention: type) -> type:
 
 
 def _new_attention(attention: type) -> Any:
-    made = add_memory(attention)
-    return made.__new__(made)
+    return object.__new__(add_memory(attention))
 
 
 def rotated(q: Tensor, k: Tensor, v: Tensor, tables: Turn | None) -> tuple[Tensor, Tensor, Tensor]:

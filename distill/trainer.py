@@ -130,6 +130,18 @@ class DistillTrainer(Trainer):
     def _local(self) -> LocalFit:
         return LocalFit(self.accelerator.unwrap_model(self.model))
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's.
+
+        Raises:
+            RetrofitError: the optimizer is not installed, or refuses one of its settings.
+        """
+        try:
+            return super().create_optimizer(*args, **kwargs)
+        except (ValueError, ImportError) as error:
+            name = getattr(self.args.optim, "value", self.args.optim)
+            raise RetrofitError(f"optim: {name} cannot be made ({first_line(error)}): correct its settings") from None
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As the Trainer's; with local steps, each stage has a warm-up and a schedule of its own."""
         if not self.args.local_steps or self.lr_scheduler is not None:

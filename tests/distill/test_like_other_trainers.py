@@ -211,3 +211,9 @@ def test_a_hub_that_fails_does_not_stop_the_run(
 def test_mistakes(recipe: DistillConfig, keys: dict[str, Any], said: str) -> None:
     with pytest.raises(RetrofitError, match=said):
         check_recipe(changed(recipe, **keys))
+
+
+def test_an_optimizer_that_torch_refuses_is_one_sentence(recipe: DistillConfig) -> None:
+    with pytest.raises(RetrofitError, match=r"adamw_torch_fused cannot be made [(]Invalid beta"):
+        distill(changed(recipe, adam_beta1=2.0))
+    assert not Path(str(recipe.output_dir)).exists()

@@ -23,8 +23,6 @@ from tests.conftest import tiny_base
 from tests.distill.faults.conftest import KILLS
 from tests.helpers import ROOT
 
-ILL_FATED = ROOT / "tests" / "distill" / "parallel" / "ill_fated.py"
-
 
 @pytest.fixture
 def place(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -261,7 +261,7 @@ def _stream(rows: TokenRows, min_length: int, eval_rows: int, collator: PaddingC
     sizes = [len(row["input_ids"]) for row in first]
     held_out: Rows
     if eval_rows and not first:
-        raise RetrofitError(f"{rows.source.name} is too short to fill one row: give more text or a smaller seq_len")
+        raise RetrofitError(f"{rows.source.name} is too short to fill one row: give more text or a smaller max_length")
     if rows.format == "text" and rows.apart:
         held_out = DocumentRows(first, sizes, rows.seq_len)
     elif rows.format == "chat":

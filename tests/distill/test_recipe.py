@@ -1,5 +1,6 @@
 """Recipes: what is read, and what is refused with which sentence."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ import pytest
 from transformers import TrainingArguments
 
 from distill.config import DistillConfig, load_recipe
-from distill.recipe import shipped_recipes
+from distill.recipe import RENAMED, shipped_recipes
 from patches.errors import RetrofitError
 from retrofit.settings import settings
+from tests.helpers import ROOT
 
 
 def write(folder: Path, text: str) -> Path:
@@ -107,3 +109,12 @@ def test_every_field_of_transformers_may_stand_in_a_recipe() -> None:
 def test_reading_a_recipe_does_not_import_torch() -> None:
     code = "import sys, distill.recipe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_sentences_name_keys_as_recipes_do() -> None:
+    """No sentence that a user may read advises a key that is refused under this name."""
+    old = "|".join(key for key in RENAMED if "_" in key)
+    for file in (ROOT / "distill").rglob("*.py"):
+        for sentence in re.findall(r"(?:RetrofitError|print|say)\((.*?)\)\n", file.read_text(), re.DOTALL):
+            named = re.findall(rf"(?<![\w{{.])({old})(?![\w}}:])", "".join(re.findall(r'"[^"]*"', sentence)))
+            assert not named, f"{file.name}: {sentence}"

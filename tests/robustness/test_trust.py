@@ -256,7 +256,7 @@ def test_push_and_load_show_no_token(
     ):
         done = run(*command)
         said.append(done.output + done.stderr)
-    assert any(line.startswith("http") for line in said[0].splitlines())
+    assert any(line.startswith("http") for line in said[0].splitlines()), said[0]
     retrofit.load_adapter(base, "user/first", check_base=False)
     with pytest.raises(RetrofitError) as error:
         retrofit.load_adapter(base, "user/nothing")

@@ -60,7 +60,8 @@ def recipe(chat_checkpoint: Path, chats: Path, tmp_path: Path) -> DistillConfig:
 
 
 def test_the_command_distils_on_conversations(chat_checkpoint: Path, chats: Path, tmp_path: Path) -> None:
-    flags = "--window 30 --sinks 2 --max-length 64 --min-length 30 --max-samples 1000 --data-format chat --max-steps 3 -o run"
+    flags = "--window 30 --sinks 2 --max-length 64 --min-length 30 --max-samples 1000 --data-format chat"
+    flags += " --max-steps 3 -o run"
     command = [sys.executable, "-m", "cli", "distill", str(chat_checkpoint), "--data", str(chats), *flags.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -17,13 +17,9 @@ class RetrofitLlamaConfig(LlamaConfig):
 
 
 class RetrofitLlamaModel(MemoryModel, LlamaModel):
-    """``LlamaModel`` whose layers forget into a memory."""
-
     config_class = RetrofitLlamaConfig
 
 
 class RetrofitLlamaForCausalLM(MemoryCausalLM, LlamaForCausalLM):
-    """``LlamaForCausalLM`` whose layers forget into a memory."""
-
     config_class = RetrofitLlamaConfig
     model_class = RetrofitLlamaModel

@@ -17,13 +17,9 @@ class RetrofitMinistralConfig(MinistralConfig):
 
 
 class RetrofitMinistralModel(MemoryModel, MinistralModel):
-    """``MinistralModel`` whose layers forget into a memory."""
-
     config_class = RetrofitMinistralConfig
 
 
 class RetrofitMinistralForCausalLM(MemoryCausalLM, MinistralForCausalLM):
-    """``MinistralForCausalLM`` whose layers forget into a memory."""
-
     config_class = RetrofitMinistralConfig
     model_class = RetrofitMinistralModel

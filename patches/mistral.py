@@ -17,13 +17,9 @@ class RetrofitMistralConfig(MistralConfig):
 
 
 class RetrofitMistralModel(MemoryModel, MistralModel):
-    """``MistralModel`` whose layers forget into a memory."""
-
     config_class = RetrofitMistralConfig
 
 
 class RetrofitMistralForCausalLM(MemoryCausalLM, MistralForCausalLM):
-    """``MistralForCausalLM`` whose layers forget into a memory."""
-
     config_class = RetrofitMistralConfig
     model_class = RetrofitMistralModel

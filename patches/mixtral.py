@@ -17,14 +17,10 @@ class RetrofitMixtralConfig(MixtralConfig):
 
 
 class RetrofitMixtralModel(MemoryModel, MixtralModel):
-    """``MixtralModel`` whose layers forget into a memory."""
-
     config_class = RetrofitMixtralConfig
 
 
 class RetrofitMixtralForCausalLM(MemoryCausalLM, MixtralForCausalLM):
-    """``MixtralForCausalLM`` whose layers forget into a memory."""
-
     config_class = RetrofitMixtralConfig
     model_class = RetrofitMixtralModel
 

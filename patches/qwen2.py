@@ -17,13 +17,9 @@ class RetrofitQwen2Config(Qwen2Config):
 
 
 class RetrofitQwen2Model(MemoryModel, Qwen2Model):
-    """``Qwen2Model`` whose layers forget into a memory."""
-
     config_class = RetrofitQwen2Config
 
 
 class RetrofitQwen2ForCausalLM(MemoryCausalLM, Qwen2ForCausalLM):
-    """``Qwen2ForCausalLM`` whose layers forget into a memory."""
-
     config_class = RetrofitQwen2Config
     model_class = RetrofitQwen2Model

@@ -17,13 +17,9 @@ class RetrofitQwen3Config(Qwen3Config):
 
 
 class RetrofitQwen3Model(MemoryModel, Qwen3Model):
-    """``Qwen3Model`` whose layers forget into a memory."""
-
     config_class = RetrofitQwen3Config
 
 
 class RetrofitQwen3ForCausalLM(MemoryCausalLM, Qwen3ForCausalLM):
-    """``Qwen3ForCausalLM`` whose layers forget into a memory."""
-
     config_class = RetrofitQwen3Config
     model_class = RetrofitQwen3Model

@@ -24,14 +24,10 @@ class RetrofitQwen3MoeConfig(Qwen3MoeConfig):
 
 
 class RetrofitQwen3MoeModel(MemoryModel, Qwen3MoeModel):
-    """``Qwen3MoeModel`` whose layers forget into a memory."""
-
     config_class = RetrofitQwen3MoeConfig
 
 
 class RetrofitQwen3MoeForCausalLM(MemoryCausalLM, Qwen3MoeForCausalLM):
-    """``Qwen3MoeForCausalLM`` whose layers forget into a memory."""
-
     config_class = RetrofitQwen3MoeConfig
     model_class = RetrofitQwen3MoeModel
 

@@ -17,13 +17,9 @@ class RetrofitSmolLM3Config(SmolLM3Config):
 
 
 class RetrofitSmolLM3Model(MemoryModel, SmolLM3Model):
-    """``SmolLM3Model`` whose layers forget into a memory."""
-
     config_class = RetrofitSmolLM3Config
 
 
 class RetrofitSmolLM3ForCausalLM(MemoryCausalLM, SmolLM3ForCausalLM):
-    """``SmolLM3ForCausalLM`` whose layers forget into a memory."""
-
     config_class = RetrofitSmolLM3Config
     model_class = RetrofitSmolLM3Model

@@ -245,7 +245,7 @@ def test_push_and_load_show_no_token(
     hub.users[TOKEN] = "user"
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr("retrofit.hub.WAITS", (0.0,))
-    said = []
+    said, pushed = [], []
     for command in (
         ["push", finished / "run" / "adapter", "user/first"],
         ["push", finished / "run" / "model", "user/model", "--private"],
@@ -256,7 +256,8 @@ def test_push_and_load_show_no_token(
     ):
         done = run(*command)
         said.append(done.output + done.stderr)
-    assert any(line.startswith("http") for line in said[0].splitlines()), said[0]
+        pushed.append(done.stdout)
+    assert pushed[0].startswith("http"), said[0]
     retrofit.load_adapter(base, "user/first", check_base=False)
     with pytest.raises(RetrofitError) as error:
         retrofit.load_adapter(base, "user/nothing")

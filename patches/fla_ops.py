@@ -22,28 +22,19 @@ FORGOTTEN = -30.0  # log of a decay of 1e-13
 INSTALL = "pip install 'retrofit-lm[fla]'"
 
 
-def load_gated_delta_rule(device: str, gradient: bool) -> Callable[..., Any]:
-    """The gated delta rule by fla.
+def load_form(op: str, device: str, gradient: bool) -> Callable[..., Any]:
+    """One of fla's ops: its form in chunks for many tokens, the other one for few.
 
     Raises:
         ImportError: it does not import, or would not run on this device.
     """
-    return partial(_choose_form, *_import_forms(device, gradient, "gated_delta_rule"), gradient)
-
-
-def load_linear_attention(device: str, gradient: bool) -> Callable[..., Any]:
-    """Decayed linear attention by fla; raises as :func:`load_gated_delta_rule`."""
-    return partial(_choose_form, *_import_forms(device, gradient, "simple_gla"), gradient)
-
-
-def _import_forms(device: str, gradient: bool, op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The form of ``op`` for many tokens, in chunks, and the one for few."""
     refuse(device, gradient)
     try:
         module = import_module(f"fla.ops.{op}")
-        return getattr(module, f"chunk_{op}"), getattr(module, f"fused_recurrent_{op}")
+        forms = getattr(module, f"chunk_{op}"), getattr(module, f"fused_recurrent_{op}")
     except Exception as error:  # without triton, or with another one than it knows, anything
         raise ImportError(f"flash-linear-attention does not import ({error}): {INSTALL}") from error
+    return partial(_choose_form, *forms, gradient)
 
 
 def refuse(device: str, gradient: bool) -> None:

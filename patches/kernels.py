@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .errors import RetrofitError, nearest
-from .fla_ops import load_gated_delta_rule, load_linear_attention
+from .fla_ops import load_form
 from .kvm_merge import load_merge, merge
 from .scan import run_recurrence, write_in_place
 from .window import decode_attention as blocked_decode
@@ -161,8 +162,8 @@ class Kernel:
 
 OPS = ("gated_delta_rule", "linear_attention", "window_attention", "decode_attention")
 TABLE: list[Kernel] = [
-    Kernel("gated_delta_rule", "fla", load_gated_delta_rule, ("cuda",), SINGLES),
-    Kernel("linear_attention", "fla", load_linear_attention, ("cuda",), SINGLES),
+    Kernel("gated_delta_rule", "fla", partial(load_form, "gated_delta_rule"), ("cuda",), SINGLES),
+    Kernel("linear_attention", "fla", partial(load_form, "simple_gla"), ("cuda",), SINGLES),
     Kernel("window_attention", "flex", load_window, ("cuda",), SINGLES),
     Kernel("decode_attention", "flash", load_decode, ("cuda",), HALVES, gradients=False),
     Kernel("merge", "triton", load_merge, ("cuda",), (torch.float32,)),

@@ -5,7 +5,7 @@ better. Several queries may read one state: keys, values, gates and states then 
 queries' H, and query head ``h`` reads state ``h // (H / H_s)``. Nothing is repeated for that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,18 +44,26 @@ def run_recurrence(
     k, v = per_state(k, states), per_state(v, states)
     log_decay = None if log_decay is None else per_state(log_decay, states)
     few = q.shape[2] <= STEPWISE
-    if beta is None:
-        form: Callable[..., tuple[Tensor, Tensor]] = linear_attention_steps if few else linear_attention_chunks
-        return _run_segments(form, (q, k, v, log_decay), state, scale)
-    form = gated_delta_rule_steps if few else gated_delta_rule_chunks
-    return _run_segments(form, (q, k, v, beta, log_decay), state, scale)
+    inputs: tuple[Tensor | None, ...] = (q, k, v, log_decay)
+    form: Callable[..., tuple[Tensor, Tensor]] = linear_attention_steps if few else linear_attention_chunks
+    if beta is not None:
+        inputs = (q, k, v, beta, log_decay)
+        form = gated_delta_rule_steps if few else gated_delta_rule_chunks
+    segment = SEGMENT if q.device.type == "cpu" else GPU_SEGMENT
+    readings = []
+    for first in range(0, max(q.shape[2], 1), segment):
+        part = [None if x is None else x[:, :, first : first + segment] for x in inputs]
+        out, state = form(*part, state, scale)
+        readings.append(out)
+    assert state is not None
+    return (readings[0] if len(readings) == 1 else torch.cat(readings, 2)), state
 
 
 def gated_delta_rule_steps(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     log_decay: Tensor | None = None,
     state: Tensor | None = None,
     scale: float = 1.0,
@@ -65,15 +73,29 @@ def gated_delta_rule_steps(
     ``S <- a S;  S <- S + beta k (v - k S)^T;  o = scale q S`` (AHN, arXiv 2510.07318, eq. 5; DeltaNet is ``a = 1``).
     The query of a step sees the token written in that step. Arguments and results as in kernels.py, all in one dtype
     and with keys and values of each state; keys of length at most 1 keep it stable.
+    Without ``beta`` nothing is corrected: :func:`linear_attention_steps`.
     """
-    state, tokens = _iterate_tokens(q, k, v, state, beta, log_decay)
+    B, H, T, D = k.shape
+    if T == 0:
+        return v.new_zeros(*q.shape[:3], v.shape[-1]), k.new_zeros(B, H, D, v.shape[-1]) if state is None else state
+    state = k.new_zeros(B * H, D, v.shape[-1]) if state is None else state.flatten(0, 1)
+    gates = (beta, None if log_decay is None else log_decay.exp())
+    rows = (
+        q.reshape(B * H, q.shape[1] // H, T, D).unbind(2),
+        k.reshape(B * H, T, D, 1).unbind(1),
+        v.reshape(B * H, T, 1, v.shape[-1]).unbind(1),
+        *([None] * T if gate is None else gate.reshape(B * H, T, 1, 1).unbind(1) for gate in gates),
+    )
     readings = []
-    for query, key, value, strength, fade in tokens:
+    for query, key, value, strength, fade in zip(*rows, strict=True):
         state = state if fade is None else state * fade
-        error = value - torch.bmm(key.transpose(1, 2), state)  # (B H_s, 1, D_v)
-        state = torch.addcmul(state, key, strength * error)
+        if strength is not None:
+            value = strength * (value - torch.bmm(key.transpose(1, 2), state))
+        state = torch.addcmul(state, key, value)
         readings.append(torch.bmm(query, state))
-    return _stack_readings(readings, q, v, scale), state.unflatten(0, v.shape[:2])
+    out = torch.stack(readings, 2) if len(readings) > 1 else readings[0].unsqueeze(2)
+    out = out.reshape(*q.shape[:3], -1)
+    return (out if scale == 1 else out * scale), state.unflatten(0, (B, H))
 
 
 def gated_delta_rule_chunks(
@@ -173,12 +195,7 @@ def linear_attention_steps(
 
     As :func:`gated_delta_rule_steps` besides; a writing strength goes into ``k`` or ``v`` beforehand.
     """
-    state, tokens = _iterate_tokens(q, k, v, state, None, log_decay)
-    readings = []
-    for query, key, value, _, fade in tokens:
-        state = torch.addcmul(state if fade is None else state * fade, key, value)
-        readings.append(torch.bmm(query, state))
-    return _stack_readings(readings, q, v, scale), state.unflatten(0, v.shape[:2])
+    return gated_delta_rule_steps(q, k, v, None, log_decay, state, scale)
 
 
 def linear_attention_chunks(
@@ -224,47 +241,6 @@ def _widen(*tensors: Any) -> list[Any]:
     for x in tensors:
         widest = widest if x is None else torch.promote_types(widest, x.dtype)
     return [None if x is None else cast(x, widest) for x in tensors]
-
-
-def _run_segments(
-    form: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Any], state: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """``form`` on a segment of the inputs ``(B, H, T, ...)`` after the other, the state carried along."""
-    q = inputs[0]
-    segment = SEGMENT if q.device.type == "cpu" else GPU_SEGMENT
-    readings = []
-    for first in range(0, max(q.shape[2], 1), segment):
-        part = [None if x is None else x[:, :, first : first + segment] for x in inputs]
-        out, state = form(*part, state, scale)
-        readings.append(out)
-    assert state is not None
-    return (readings[0] if len(readings) == 1 else torch.cat(readings, 2)), state
-
-
-def _iterate_tokens(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, beta: Tensor | None, log_decay: Tensor | None
-) -> tuple[Tensor, Any]:
-    """The state as ``(B H_s, D_k, D_v)``, and token after token the query ``(.., G, D_k)``, key ``(.., D_k, 1)``, value
-    ``(.., 1, D_v)``, strength and decay ``(.., 1, 1)`` of each state; None where there is no such gate."""
-    B, H, T, D = k.shape
-    state = k.new_zeros(B * H, D, v.shape[-1]) if state is None else state.flatten(0, 1)
-    gates = (beta, None if log_decay is None else log_decay.exp())
-    rows = (
-        q.reshape(B * H, q.shape[1] // H, T, D).unbind(2),
-        k.reshape(B * H, T, D, 1).unbind(1),
-        v.reshape(B * H, T, 1, v.shape[-1]).unbind(1),
-        *([None] * T if gate is None else gate.reshape(B * H, T, 1, 1).unbind(1) for gate in gates),
-    )
-    return state, zip(*rows, strict=True)
-
-
-def _stack_readings(readings: list[Tensor], q: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Each token's readings ``(B H_s, G, D_v)`` -> ``(B, H, T, D_v)``, times ``scale``."""
-    if not readings:
-        return v.new_zeros(*q.shape[:3], v.shape[-1])
-    out = torch.stack(readings, 2) if len(readings) > 1 else readings[0].unsqueeze(2)
-    out = out.reshape(*q.shape[:3], -1)
-    return out if scale == 1 else out * scale
 
 
 def _stack_below(one: Tensor, several: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ the paper and its code are in docs/memories/tensor-cache.md.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,41 +25,38 @@ GATE = -2.0  # initial logit of the gate of a layer
 TIMESCALES = {"fast": (0.995, 0.05), "slow": (0.9995, 0.01)}  # initial decay and writing strength
 
 
-# The paper's recurrences (eq. 4 to 6): token after token is written, then its query reads ``q A``.
-#
-#     outer   A <- lambda A + eta k v^T
-#     delta   A <- lambda A + eta k (v - k A)^T, the error against the state before its decay
-#     wedge   A <- lambda A + eta (k v^T - v k^T)
-#
-# q (R, G, m, D), G of them read each state; k and v (R, 1, m, D); strength, eta (R, 1, m), 0 writes nothing; log_decay,
-# log of lambda (R, 1, m), 0 where nothing is written; state, A before the first token (R, 1, D, D), keys by values, or
-# None; a single token overwrites it. They return the readings (R, G, m, D) and the last state.
+def write_and_read(
+    rule: str, q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The paper's recurrences (eq. 4 to 6): token after token is written, then its query reads ``q A``.
 
+    - ``outer``: ``A <- lambda A + eta k v^T``
+    - ``delta``: ``A <- lambda A + eta k (v - k A)^T``, the error against the state before its decay
+    - ``wedge``: ``A <- lambda A + eta (k v^T - v k^T)``
 
-def _linear(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    return linear_attention(q, k, v, log_decay, state, scale=1.0, in_place=True)
+    Args:
+        rule: one of these.
+        q: ``(R, G, m, D)``, G of them read each state.
+        k, v: ``(R, 1, m, D)``.
+        strength: eta ``(R, 1, m)``, 0 writes nothing.
+        log_decay: log of lambda ``(R, 1, m)``, 0 where nothing is written.
+        state: A before the first token ``(R, 1, D, D)``, keys by values, or None; a single token overwrites it.
 
-
-def _outer(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
-    return _linear(q, k, v * strength.unsqueeze(-1), log_decay, state)
-
-
-def _wedge(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
+    Returns:
+        The readings ``(R, G, m, D)`` and the last state; for ``wedge`` that of the outer products.
+    """
+    if rule == "delta":
+        # the gated delta rule measures the error after the decay: the same with eta / lambda and lambda v
+        decay = log_decay.exp()
+        v, strength = v * decay.unsqueeze(-1), strength / decay
+        return gated_delta_rule(q, k, v, strength, log_decay, state, scale=1.0, in_place=True)
+    strength = strength.unsqueeze(-1)
     # decay is a number, so the wedge's state is that of the outer products less its transpose; the former is kept
-    mirrored = None if state is None else state.mT.clone()
-    read, outer = _outer(q, k, v, strength, log_decay, state)
-    back, _ = _outer(q, v, k, strength, log_decay, mirrored)
-    return read - back, outer
-
-
-def _delta(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, log_decay: Tensor, state: Tensor | None) -> Any:
-    # the gated delta rule measures the error after the decay: the same with eta / lambda and lambda v
-    decay = log_decay.exp()
-    v, strength = v * decay.unsqueeze(-1), strength / decay
-    return gated_delta_rule(q, k, v, strength, log_decay, state, scale=1.0, in_place=True)
-
-
-RULES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"outer": _outer, "delta": _delta, "wedge": _wedge}
+    mirrored = state.mT.clone() if rule == "wedge" and state is not None else None
+    read, outer = linear_attention(q, k, v * strength, log_decay, state, scale=1.0, in_place=True)
+    if rule == "wedge":
+        read = read - linear_attention(q, v, k * strength, log_decay, mirrored, scale=1.0, in_place=True)[0]
+    return read, outer
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ class TensorCacheOptions(PopulationOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("rule", self.rule, *RULES)
+        one_of("rule", self.rule, "outer", "delta", "wedge")
         for name in ("normalize_keys", "normalize_queries", "z_norm", "two_timescale"):
             true_or_false(name, getattr(self, name))
         for name in ("value_scale", "temperature"):
@@ -139,10 +135,12 @@ class Timescale(nn.Module):
         q, k, v, log_decay, strength = (x.flatten(0, 2) for x in (q, k, v, log_decay, strength))
         # each slot of a head is a row of the batch with one state
         flat = {name: x.flatten(0, 1).unsqueeze(1) for name, x in before.items()}
-        read, matrix = RULES[self.options.rule](q, k, v, strength, log_decay, flat.get("matrix"))
+        read, matrix = write_and_read(self.options.rule, q, k, v, strength, log_decay, flat.get("matrix"))
         after = {"matrix": matrix}
         if self.options.z_norm:
-            found, after["mass"] = _linear(q, k, strength.unsqueeze(-1), log_decay, flat.get("mass"))
+            found, after["mass"] = linear_attention(
+                q, k, strength.unsqueeze(-1), log_decay, flat.get("mass"), scale=1.0, in_place=True
+            )
             read = read / found.abs().clamp_min(1)
         return read.unflatten(0, rows), {name: x.reshape(rows[0], -1, *x.shape[2:]) for name, x in after.items()}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.speed import cases
 from patches.errors import RetrofitError
-from patches.tensor_cache import RULES
+from patches.tensor_cache import write_and_read
 
 # of arXiv 2605.22884, Table 3: means of 5 seeds
 PAPER = {
@@ -79,7 +79,8 @@ def capacities(dim: int, decay: float, seeds: int, orthogonal: int = 0) -> Tenso
         if orthogonal:
             k[:, 0, :orthogonal] = torch.linalg.qr(k[:, 0, :orthogonal].transpose(-1, -2))[0].transpose(-1, -2)
         first = k[:, :, :1].expand_as(k)
-        read, _ = RULES["outer"](first, k, v, torch.ones(k.shape[:3]), torch.full(k.shape[:3], math.log(decay)), None)
+        fades = torch.full(k.shape[:3], math.log(decay))
+        read, _ = write_and_read("outer", first, k, v, torch.ones(k.shape[:3]), fades, None)
         signal = decay ** torch.arange(most)
         noise = (read - signal[:, None] * v[:, :, :1]).norm(dim=-1)[:, 0]
         # the first True; the pair that drowns the value is not counted

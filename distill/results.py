@@ -56,7 +56,7 @@ def compare(
         "window-only, equal memory": (window_only(model, wide), wide, 0.0),
         recipe.memory: (model, narrow, fitted_in),
     }
-    sequences, labels = split.held_out.head(recipe.eval_rows).batch()
+    sequences, labels = split.held_out.select(slice(recipe.eval_rows)).batch()
     # as many for each process, since ZeRO-3's weights are gathered by all at once; what is too much is cut off again
     count, share = len(sequences), -(-len(sequences) // processes.count)
     mine = [(processes.rank + processes.count * index) % count for index in range(share)]

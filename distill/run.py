@@ -147,7 +147,7 @@ def _distill(
         Objective.of(recipe).check_rows(split.train, reach)
     if not recipe.streaming:
         console.print(split.sentence(), highlight=False, soft_wrap=True)
-    found = describe_data(split.train, split.held_out.head(recipe.eval_rows), processes.count)
+    found = describe_data(split.train, split.held_out.select(slice(recipe.eval_rows)), processes.count)
     if resume:
         check_same_data(output, found)
     model = build_model(recipe, fresh=checkpoint is not None)
@@ -320,7 +320,7 @@ class _Fit:
                 if recipe.lora:
                     load_lora(self.model, checkpoint / LORA)
                 return None, state
-        held_out = self.split.held_out.head(recipe.eval_rows)
+        held_out = self.split.held_out.select(slice(recipe.eval_rows))
         trainer = DistillTrainer(self.model, recipe, self.split.train, held_out, self.split.collator)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Begin(begin))

@@ -25,7 +25,7 @@ import retrofit
 from benchmarks.speed.__main__ import app as speed
 from cli import app
 from distill.config import DistillConfig
-from distill.data.rows import PackedRows
+from distill.data.rows import pack_tokens
 from distill.lora import add_lora, save_lora
 from patches.kinds import KINDS
 from retrofit.allocation.recipe import read_memory
@@ -34,8 +34,7 @@ from retrofit.evaluation.run import run_evaluation
 from retrofit.evaluation.settings import Settings
 from retrofit.export import export_model
 from retrofit.families import FAMILIES
-from retrofit.texts.sources import open_source
-from retrofit.texts.tokens import TokenRows, find_column
+from retrofit.texts.tokens import read_tokens
 from tests.hub_server import HubServer
 from tests.pages import FENCE, NAMED, PAGES, ROOT, Command, anchors, blocks, commands, links, mentioned, text_of
 
@@ -210,7 +209,7 @@ def test_a_script_of_ones_own(make_base: Callable[..., PreTrainedModel], tmp_pat
     assert 'output_dir="out", max_steps=600' in code
     code = code.replace('output_dir="out", max_steps=600', f'output_dir="{tmp_path}", max_steps=2')
     model = retrofit.patch(make_base("Qwen2"), "ahn-gdn", window=8, sinks=2)
-    exec(code, {"model": model, "rows": PackedRows(torch.randint(3, 101, (16 * 40,)), 40)})
+    exec(code, {"model": model, "rows": pack_tokens(torch.randint(3, 101, (16 * 40,)), 40)})
 
 
 def test_a_base_is_quantised_as_the_page_says(at_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,8 +273,7 @@ def test_the_records_of_the_data_page_are_read(tmp_path: Path, byte_tokenizer: P
     for i, text in enumerate((texts, *chats.splitlines())):
         path = tmp_path / f"{i}.jsonl"
         path.write_text(text)
-        opened = open_source(str(path))
-        rows = list(TokenRows(opened, find_column(opened, "auto"), byte_tokenizer, 512))
+        rows = list(read_tokens(str(path), byte_tokenizer, seq_len=512))
         assert len(rows) == len(text.strip().splitlines())
     byte_tokenizer.chat_template = None
 

@@ -1,6 +1,6 @@
-"""What the trainer reads: packed rows of one length, conversations of many, and the collator that pads these."""
+"""What the trainer reads: rows cut out of tokenised records, their order, and the collator that pads them."""
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -16,26 +16,31 @@ from retrofit.texts.chat import IGNORED
 
 
 class Rows(Dataset):
-    """Rows with ``input_ids`` and ``labels``; a subclass says what is at each of its ``places``, one for a row."""
+    """Rows with ``input_ids`` and ``labels``, each a piece of a record.
 
-    places: Any
+    Attributes:
+        parts: of each source its records, with ``input_ids`` (n,) and, where not all of it is learned, ``labels``.
+        places: (N, 4) int64, of each row its part, its record, and where it begins and ends there.
+    """
 
-    def row(self, place: Any) -> dict[str, Tensor]:
-        """``input_ids`` and ``labels`` (n,) int64 of the row at ``place``."""
-        raise NotImplementedError
+    def __init__(self, records: Any, places: np.ndarray) -> None:
+        """``records``: those of one source. ``places``: (N, 3), without the part."""
+        self.parts = [records]
+        self.places = np.insert(places, 0, 0, axis=1)
+
+    def select(self, chosen: Any) -> "Rows":
+        """The rows with these numbers, or of this slice."""
+        some = copy(self)
+        some.places = self.places[chosen]
+        return some
 
     def lengths(self) -> list[int]:
         """Tokens of each row, known without reading one."""
-        raise NotImplementedError
+        found: list[int] = (self.places[:, 3] - self.places[:, 2]).tolist()
+        return found
 
-    def head(self, count: int) -> "Rows":
-        """The first ``count`` rows, or all if there are fewer."""
-        some = copy(self)
-        some.places = self.places[:count]
-        return some
-
-    def batch(self) -> tuple[Tensor, Tensor | None]:
-        """All rows, right-padded to the longest: ids (N, T) and labels (N, T), None if every token counts."""
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """All rows, right-padded to the longest: ids (N, T) and labels (N, T)."""
         padded = PaddingCollator(0, multiple=1)([self[index] for index in range(len(self))])
         return padded["input_ids"], padded["labels"]
 
@@ -43,93 +48,55 @@ class Rows(Dataset):
         return len(self.places)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        part, number, start, end = self.places[index].tolist()
+        row = cut_row(self.parts[part][number], start, end)
         # its number travels along, so that the trainer can name a row whose loss is not finite
-        return {**self.row(self.places[index]), "row": torch.tensor(index)}
+        return {**row, "row": torch.tensor(index)}
 
 
-class PackedRows(Rows):
-    """Rows of ``seq_len`` consecutive tokens of one long stream; the rest that fills no row is left out."""
-
-    def __init__(self, tokens: Tensor, seq_len: int) -> None:
-        """``tokens``: (n,) token ids, in order."""
-        count = len(tokens) // seq_len
-        self.places = tokens[: count * seq_len].view(count, seq_len)
-
-    def row(self, place: Tensor) -> dict[str, Tensor]:
-        return text_item(place)
-
-    def batch(self) -> tuple[Tensor, None]:
-        return self.places.long(), None
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in all rows."""
-        return self.places.numel()
-
-    def lengths(self) -> list[int]:
-        return [self.places.shape[1]] * len(self)
+def cut_row(record: Any, start: int, end: int) -> dict[str, Tensor]:
+    """``input_ids`` and ``labels`` (n,) int64 of a piece of a record."""
+    ids = torch.as_tensor(record["input_ids"][start:end]).long()
+    labels = torch.as_tensor(record["labels"][start:end]).long() if "labels" in record else ids
+    return {"input_ids": ids, "labels": labels}
 
 
-class ChatRows(Rows):
-    """Conversations of different lengths, each a row, labelled where the assistant speaks and -100 elsewhere."""
-
-    def __init__(self, rows: Any, sizes: Sequence[int]) -> None:
-        """``rows``: of :class:`~retrofit.texts.tokens.TokenRows`, of ``sizes`` tokens; a list, or a
-        ``datasets.Dataset`` in numpy format."""
-        self.rows, self.sizes, self.places = rows, sizes, range(len(rows))
-
-    def row(self, place: int) -> dict[str, Tensor]:
-        return chat_item(self.rows[place])
-
-    def lengths(self) -> list[int]:
-        return list(self.sizes[: len(self)])
+def pack_tokens(tokens: Tensor, seq_len: int) -> Rows:
+    """Rows of ``seq_len`` consecutive ``tokens`` (n,); the rest that fills no row is left out."""
+    starts = np.arange(0, len(tokens) - seq_len + 1, seq_len)
+    return Rows([{"input_ids": tokens}], np.stack([starts * 0, starts, starts + seq_len], 1))
 
 
-class DocumentRows(Rows):
-    """Documents that are not packed, each cut into rows of ``seq_len`` tokens and a rest."""
-
-    def __init__(self, documents: Sequence[Any], sizes: Sequence[int], seq_len: int) -> None:
-        """``documents``: of :class:`~retrofit.texts.tokens.TokenRows`, of ``sizes`` tokens."""
-        self.documents = documents
-        # the document, and where in it a row begins and ends
-        self.places = [
-            (number, at, min(at + seq_len, size)) for number, size in enumerate(sizes) for at in range(0, size, seq_len)
-        ]
-
-    def row(self, place: tuple[int, int, int]) -> dict[str, Tensor]:
-        number, start, end = place
-        return text_item(torch.as_tensor(self.documents[number]["input_ids"])[start:end])
-
-    def lengths(self) -> list[int]:
-        return [end - start for _, start, end in self.places]
+def cut_records(records: Any, sizes: Sequence[int], seq_len: int) -> Rows:
+    """Each record of so many tokens cut into rows of ``seq_len`` tokens and a rest."""
+    places = [
+        (number, start, min(start + seq_len, size))
+        for number, size in enumerate(sizes)
+        for start in range(0, size, seq_len)
+    ]
+    return Rows(records, np.array(places, dtype=np.int64).reshape(-1, 3))
 
 
-class MixedRows(Rows):
+def mix_rows(parts: Sequence[Rows], weights: Sequence[float]) -> Rows:
     """Rows of several sources, each read as often as its weight says, evenly spread over the pass.
 
-    >>> MixedRows([["a", "b", "c", "d"], ["x", "y"]], [0.5, 1.0]).places
-    [(0, 0), (1, 0), (0, 2), (1, 1)]
+    Args:
+        weights: 2 reads every row of its part twice, 0.5 every second row once.
+
+    >>> one, two = (pack_tokens(torch.arange(count), 1) for count in (4, 2))
+    >>> mix_rows([one, two], [0.5, 1.0]).places[:, [0, 2]].tolist()
+    [[0, 0], [1, 0], [0, 2], [1, 1]]
     """
-
-    def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
-        """``weights``: 2 reads every row of its part twice, 0.5 every second row once."""
-        self.parts = parts
-        self.counts = [round(len(part) * weight) for part, weight in zip(parts, weights, strict=True)]
-        places = (
-            ((i + 0.5) / count, number, i % size if count > size else i * size // count)
-            for number, (count, size) in enumerate(zip(self.counts, map(len, parts), strict=True))
-            for i in range(count)
-        )
-        self.places = [(number, index) for _, number, index in sorted(places)]
-
-    def row(self, place: tuple[int, int]) -> dict[str, Tensor]:
-        part, row = place
-        found: dict[str, Tensor] = self.parts[part][row]
-        return found
-
-    def lengths(self) -> list[int]:
-        found = [part.lengths() for part in self.parts]
-        return [found[part][row] for part, row in self.places]
+    order, places = [], []
+    for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        count, size = round(len(part) * weight), len(part)
+        rows = np.arange(count) % size if count > size else np.arange(count) * size // max(count, 1)
+        order.append((np.arange(count) + 0.5) / max(count, 1))
+        places.append(np.insert(part.places[rows, 1:], 0, number, axis=1))
+    mixed = copy(parts[0])
+    mixed.parts = [part.parts[0] for part in parts]
+    mixed.places = np.concatenate(places)[np.argsort(np.concatenate(order), kind="stable")]
+    return mixed
 
 
 class ByLength(LengthGroupedSampler):
@@ -180,17 +147,13 @@ class PaddingCollator:
 
     def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         width = max(len(row["input_ids"]) for row in rows)
-        shape = (len(rows), -(-width // self.multiple) * self.multiple)
+        width = -(-width // self.multiple) * self.multiple
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORED, "attention_mask": 0}
+        rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
         batch = {
-            "input_ids": torch.full(shape, self.pad_token_id),
-            "labels": torch.full(shape, IGNORED),
-            "attention_mask": torch.zeros(shape, dtype=torch.long),
+            key: torch.stack([pad(row[key], (0, width - len(row[key])), value=value) for row in rows])
+            for key, value in fill.items()
         }
-        for number, row in enumerate(rows):
-            length = len(row["input_ids"])
-            batch["input_ids"][number, :length] = row["input_ids"]
-            batch["labels"][number, :length] = row["labels"]
-            batch["attention_mask"][number, :length] = 1
         if all("row" in row for row in rows):
             batch["row"] = torch.stack([row["row"] for row in rows])
         return batch
@@ -207,34 +170,3 @@ def longer_than(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
         return batch
     fill = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
     return batch | {key: pad(batch[key], (0, missing), value=value) for key, value in fill.items() if key in batch}
-
-
-def text_item(ids: Tensor) -> dict[str, Tensor]:
-    """``input_ids`` and ``labels`` (n,) int64 of a text, all of which is learned."""
-    return {"input_ids": ids.long(), "labels": ids.long()}
-
-
-def chat_item(row: Any) -> dict[str, Tensor]:
-    """``input_ids`` and ``labels`` (n,) int64 of one conversation."""
-    ids = torch.as_tensor(row["input_ids"]).long()
-    return {"input_ids": ids, "labels": ids.masked_fill(~torch.as_tensor(row["answer"]), IGNORED)}
-
-
-def pack(documents: Iterable[np.ndarray], seq_len: int) -> Generator[dict[str, Tensor], None, int]:
-    """``input_ids`` and ``labels`` (seq_len,) int64 of consecutive tokens, as rows fill.
-
-    Returns:
-        How many tokens are left over at the end, which fill none.
-    """
-    parts: list[np.ndarray] = []
-    waiting = 0
-    for tokens in documents:
-        parts.append(tokens)
-        waiting += len(tokens)
-        if waiting >= seq_len:
-            stream = torch.from_numpy(np.concatenate(parts)).long()
-            whole = waiting // seq_len * seq_len
-            for row in stream[:whole].view(-1, seq_len):
-                yield {"input_ids": row, "labels": row}
-            parts, waiting = [stream[whole:].numpy()], waiting - whole
-    return waiting

@@ -1,47 +1,17 @@
 """Rows read while they are trained on, for what fits neither memory nor disk."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from distill.data.counts import Counts
-from distill.data.rows import chat_item, pack, text_item
+from distill.data.rows import cut_row
 from patches.errors import RetrofitError
-from retrofit.texts.tokens import Row, TokenRows
-
-Item = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The rows of a source in its order, tokenised on the way.
-
-    Attributes:
-        min_length: records of at most so many tokens are left out.
-    """
-
-    rows: TokenRows
-    min_length: int
-
-    def items(self, counts: Counts) -> Iterator[Item]:
-        """What the trainer reads: conversations, or documents packed or not. ``counts`` is kept up as they pass."""
-        if self.rows.format == "chat":
-            yield from map(chat_item, self._kept(counts))
-        elif self.rows.apart:
-            for row in self._kept(counts):
-                yield from map(text_item, torch.as_tensor(row["input_ids"]).split(self.rows.seq_len))
-        else:
-            left_over = yield from pack((row["input_ids"] for row in self._kept(counts)), self.rows.seq_len)
-            counts.tokens_left_over += left_over
-
-    def _kept(self, counts: Counts) -> Iterator[Row]:
-        for row in self.rows:
-            if counts.add(row["length"], len(row["input_ids"]), self.min_length):
-                yield row
+from retrofit.texts.tokens import TokenRows
 
 
 class StreamedRows(IterableDataset):
@@ -55,18 +25,38 @@ class StreamedRows(IterableDataset):
         counts: what has been read and left out since iteration began, the skipped rows included.
     """
 
-    def __init__(self, items: Callable[[Counts], Iterator[Item]], skip: int, name: str) -> None:
-        self.items, self.skip, self.name = items, skip, name
+    def __init__(self, rows: TokenRows, packed: bool, min_length: int, skip: int = 0) -> None:
+        """``packed``: whether documents are joined and cut; ``min_length``: shorter ones are left out."""
+        self.rows, self.packed, self.min_length, self.skip = rows, packed, min_length, skip
         self.counts = Counts()
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self.counts.clear()
         while True:
             row = None
-            for row in islice(self.items(self.counts), self.skip, None):
+            for row in islice(self.read_once(), self.skip, None):
                 yield row
             if row is None:
+                name = self.rows.source.name
                 raise RetrofitError(
-                    f"{self.name} is too short: it has no row besides the {self.skip} that are held out: set "
+                    f"{name} is too short: it has no row besides the {self.skip} that are held out: set "
                     "smaller eval_rows"
                 )
+
+    def read_once(self) -> Iterator[dict[str, Tensor]]:
+        """The rows of one pass, the first ones included."""
+        length = self.rows.seq_len
+        waiting = np.empty(0, dtype=np.int64)
+        for record in self._kept():
+            if self.packed:
+                tokens = np.concatenate([waiting, record["input_ids"]])
+                whole = len(tokens) // length * length
+                record, waiting = {"input_ids": tokens[:whole]}, tokens[whole:]
+            for start in range(0, len(record["input_ids"]), length):
+                yield cut_row(record, start, start + length)
+        self.counts.tokens_left_over += len(waiting)
+
+    def _kept(self) -> Iterator[dict[str, Any]]:
+        for record in self.rows:
+            if self.counts.add(record["length"], len(record["input_ids"]), self.min_length):
+                yield record

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 import retrofit
 from distill.callbacks import ShowProgress
 from distill.config import DistillConfig
-from distill.data.rows import PackedRows
+from distill.data.rows import pack_tokens
 from distill.demo.recall import pick_questions, print_recall, reload
 from distill.demo.teacher import COPIED, LENGTH, RECALLED, train_teacher
 from distill.demo.text import documents, generator, recall_distance, tokenizer
@@ -182,7 +182,7 @@ def fit(teacher: PreTrainedModel, memory: str, seed: int) -> tuple[Any, float]:
         torch.manual_seed(seed)
         model = retrofit.patch(teacher, memory=memory, window=setting.window, sinks=SINKS, **setting.options)
         lessons = documents(STEPS * BATCH, LENGTH, generator(seed, "distil"))
-        calibrate_on(model, PackedRows(lessons.flatten(), LENGTH))
+        calibrate_on(model, pack_tokens(lessons.flatten(), LENGTH))
         if not find_kind(memory).trainable:
             return model.eval(), 0.0
         arguments = DistillConfig(
@@ -199,7 +199,7 @@ def fit(teacher: PreTrainedModel, memory: str, seed: int) -> tuple[Any, float]:
             disable_tqdm=True,
             report_to="none",
         )
-        trainer = DistillTrainer(model, arguments, PackedRows(lessons.flatten(), LENGTH))
+        trainer = DistillTrainer(model, arguments, pack_tokens(lessons.flatten(), LENGTH))
         trainer.remove_callback(PrinterCallback)
         began = time.perf_counter()
         with progress_bar(f"distilling {memory}", STEPS) as bar:

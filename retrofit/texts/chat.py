@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from patches.errors import RetrofitError, nearest
-from retrofit.texts.sources import Record
 from retrofit.untrusted import checked_text
 
 # OpenAI's names and ShareGPT's
@@ -18,6 +17,7 @@ KEYS = (("role", "from"), ("content", "value"))
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 IGNORED = -100  # the label of positions that do not count, in transformers and everywhere else
 
+Record = tuple[str, Any]  # where it stands, to be named in errors; what its column holds
 Message = dict[str, str]
 Span = tuple[int, int]
 
@@ -35,6 +35,8 @@ def read_messages(value: Any, where: str) -> list[Message]:
         RetrofitError: it is not a list, it is empty, a message has no role or text, a role is unknown, a message
             is a tool call, or no question has an answer.
     """
+    if isinstance(value, dict):  # older datasets hold a list of messages as a mapping of lists
+        value = [dict(zip(value, parts, strict=True)) for parts in zip(*value.values(), strict=True)]
     if not isinstance(value, list) or not value:
         raise RetrofitError(f"{where}: a conversation must be a list of at least one message")
     messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, start=1)]

@@ -1,12 +1,12 @@
-"""Where records come from: a text, JSONL or Parquet file, a folder of texts, or what ``datasets`` reads."""
+"""Where records come from: texts and JSONL files, and whatever else ``datasets`` reads."""
 
+import glob
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from hashlib import sha256
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from retrofit.files import at_home, read_text
 from retrofit.untrusted import json_lines
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+LOADERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}  # by which datasets reads a file
+# ours: pyarrow's reader, which datasets has, ends the process on some damaged files, and names no line
+JSON_LINES = {".jsonl", ".ndjson"}
 # a missing one of these is a missing file; any other dot may be part of an id (user/data-v1.5)
-FILE_SUFFIXES = {".txt", ".md", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst"}
-
-Record = tuple[str, Any]  # where it stands, to be named in errors; what its column holds
+FILE_SUFFIXES = {*LOADERS, *JSON_LINES, ".txt", ".md", ".json", ".tsv", ".gz", ".zst"}
+WHERE = "where"  # column of records that know where they stand: the file and the line
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,13 @@ class Source:
 
     Attributes:
         name: what it is called in errors.
-        columns: the columns it has, or the keys of its first line.
-        identity: a string that changes when the contents may have changed; empty for a streamed dataset.
-        read: yields the records of one column; raises RetrofitError where one has no such column.
+        data: an ``IterableDataset`` of the records.
+        identity: a string that changes when the contents may have changed; None for a streamed dataset.
     """
 
     name: str
-    columns: list[str]
-    identity: str
-    read: Callable[[str], Iterator[Record]]
+    data: Any
+    identity: str | None
 
 
 def open_source(
@@ -59,9 +59,27 @@ def open_source(
     Raises:
         RetrofitError: nothing is there, it cannot be read, or it has no such split or option.
     """
+    path = at_home(source)
     with reading(source):
-        opened = _open(source, name, revision, split, streaming)
-    return replace(opened, read=lambda column: _named_records(opened.name, opened.read(column)))
+        texts = _texts(path) if path.is_dir() else []
+        saved = any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json"))
+        for key, value in (("data_name", name), ("data_revision", revision)):
+            if value is not None and path.exists() and (key == "data_revision" or path.is_file() or saved or texts):
+                raise RetrofitError(f"{key}: {path} is no dataset of the Hub and has none: remove this key")
+        found = _load(source, path, texts, saved, name, revision, streaming)
+        parts = found if isinstance(found, dict) else {"train": found}
+        split = split or ("test" if "test" in parts else "train")
+        if split not in parts:
+            there = ", ".join(map(repr, parts))
+            raise RetrofitError(
+                f"{source} has no split {split!r}{nearest(split, parts)}, only {there}: choose one as data_split"
+            )
+        data = parts[split]
+        if path.is_file() or texts:
+            return Source(source, data, _identity(*texts or [path]))
+        if hasattr(data, "to_iterable_dataset"):
+            return Source(source, data.to_iterable_dataset(), data._fingerprint)
+        return Source(source, data, None)
 
 
 @contextmanager
@@ -87,66 +105,38 @@ def reading(what: str) -> Iterator[None]:
         raise RetrofitError(f"{what} cannot be read: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _named_records(name: str, records: Iterator[Record]) -> Iterator[Record]:
-    for number in count():
-        with reading(f"{name}, row {number}"):
-            record = next(records, None)
-        if record is None:
-            return
-        yield record
+def _load(
+    source: str, path: Path, texts: list[Path], saved: bool, name: str | None, revision: str | None, streaming: bool
+) -> Any:
+    """The records of ``source``, or all its splits."""
+    import datasets
 
-
-def _open(source: str, name: str | None, revision: str | None, split: str | None, streaming: bool) -> Source:
-    path = at_home(source)
-    suffix = path.suffix.lower()
-    texts = _texts(path) if path.is_dir() else []
     if path.is_file() or texts:
-        what = "a folder of texts" if texts else "a file"
-        for key, value in (("data_name", name), ("data_revision", revision)):
-            if value is not None:
-                raise RetrofitError(f"{key}: {path} is {what} and has none: remove this key")
-        if split not in (None, "train"):
-            raise RetrofitError(f"data_split: {path} is {what} and has no splits: remove this key")
-        if texts:
-            return Source(str(path), ["text"], _identity(*texts), lambda _: ((str(t), read_text(t)) for t in texts))
+        suffix = path.suffix.lower()
         if suffix == ".json":
             raise RetrofitError(
                 f"{path}: a .json file is not supported: write JSON Lines, one object per line, to a .jsonl file"
             )
-        if suffix in (".jsonl", ".ndjson"):
-            return Source(str(path), _first_keys(path), _identity(path), lambda column: _jsonl(path, column))
-        if suffix == ".parquet":
-            return Source(str(path), _parquet_columns(path), _identity(path), lambda column: _parquet(path, column))
-        if streaming:
-            raise RetrofitError(
-                f"{path} is one document, which cannot be streamed: give a JSONL or Parquet file, or train without "
-                "streaming"
-            )
-        return Source(str(path), ["text"], _identity(path), lambda _: iter([(str(path), read_text(path))]))
+        if suffix in LOADERS and not texts:
+            return datasets.load_dataset(LOADERS[suffix], data_files=glob.escape(str(path)), streaming=True)
+        read = (lambda: _read_lines(path)) if suffix in JSON_LINES else lambda: _read_texts(texts or [path])
+        return datasets.IterableDataset.from_generator(read)
+    if saved:
+        return datasets.load_from_disk(str(path))
     if path.is_dir():
-        if revision is not None:
-            raise RetrofitError(f"data_revision: {path} is a local folder and has none: remove this key")
-        return _dataset(str(path), _load_folder(path, name, streaming), split)
+        return datasets.load_dataset(str(path), name, streaming=streaming)
     if path.exists() or path.is_symlink():
         raise RetrofitError(f"{path} is a pipe, a device or a link that leads nowhere: write the text to a file first")
-    if HUB_ID.fullmatch(source) and suffix not in FILE_SUFFIXES:
-        import datasets
-
-        with reading(f"{source} is no file or folder here, and the dataset of that name on the Hub"):
-            data = datasets.load_dataset(source, name, revision=revision, streaming=streaming)
-        return _dataset(source, data, split)
-    raise RetrofitError(f"there is no file or folder {source}: give a text or JSONL file, or a dataset")
-
-
-# ---- files ----
+    if not HUB_ID.fullmatch(source) or path.suffix.lower() in FILE_SUFFIXES:
+        raise RetrofitError(f"there is no file or folder {source}: give a text or JSONL file, or a dataset")
+    with reading(f"{source} is no file or folder here, and the dataset of that name on the Hub"):
+        return datasets.load_dataset(source, name, revision=revision, streaming=streaming)
 
 
 def _texts(folder: Path) -> list[Path]:
     """The texts of a folder that holds no other data."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    texts = [path for path in files if path.suffix.lower() == ".txt"]
-    others = [path for path in files if path.suffix.lower() in FILE_SUFFIXES - {".md", ".txt"}]
-    return [] if others else texts
+    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in FILE_SUFFIXES - {".md"})
+    return files if all(path.suffix.lower() == ".txt" for path in files) else []
 
 
 def _identity(*paths: Path) -> str:
@@ -156,73 +146,14 @@ def _identity(*paths: Path) -> str:
     return sha256(parts.encode(errors="surrogateescape")).hexdigest()
 
 
-def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_texts(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        yield {WHERE: str(path), "text": read_text(path)}
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    columns: list[str] = []
     with path.open("rb") as file:
-        yield from json_lines(file, str(path))
-
-
-def _first_keys(path: Path) -> list[str]:
-    return next((list(row) for _, row in _objects(path)), [])
-
-
-def _jsonl(path: Path, column: str) -> Iterator[Record]:
-    for where, row in _objects(path):
-        if column not in row:
-            raise RetrofitError(f"{where} has no {column!r}, only {_names(row)}: every line needs the same keys")
-        yield where, row[column]
-
-
-def _parquet_columns(path: Path) -> list[str]:
-    from pyarrow import parquet
-
-    return list(parquet.ParquetFile(path).schema_arrow.names)
-
-
-def _parquet(path: Path, column: str) -> Iterator[Record]:
-    from pyarrow import parquet
-
-    batches = parquet.ParquetFile(path).iter_batches(columns=[column], batch_size=1024)
-    for number, value in enumerate(value for batch in batches for value in batch.column(column).to_pylist()):
-        yield f"{path}, row {number}", value
-
-
-# ---- datasets ----
-
-
-def _load_folder(path: Path, name: str | None, streaming: bool) -> Any:
-    import datasets
-
-    if not ((path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()):
-        return datasets.load_dataset(str(path), name, streaming=streaming)
-    if name is not None:
-        raise RetrofitError(f"data_name: {path} was saved by datasets and has none: remove this key")
-    return datasets.load_from_disk(str(path))
-
-
-def _dataset(name: str, data: Any, split: str | None) -> Source:
-    """One split of what ``datasets`` has loaded."""
-    if isinstance(data, dict):
-        split = split or ("test" if "test" in data else "train")
-        if split not in data:
-            hint = nearest(split, data)
-            raise RetrofitError(f"{name} has no split {split!r}{hint}, only {_names(data)}: choose one as data_split")
-        data = data[split]
-    elif split not in (None, "train"):
-        raise RetrofitError(f"data_split: {name} was saved without splits: remove this key")
-    columns = list(data.column_names or next(iter(data), {}))  # of a stream, which is opened here
-    return Source(name, columns, getattr(data, "_fingerprint", ""), lambda column: _rows(name, data, column))
-
-
-def _rows(name: str, data: Any, column: str) -> Iterator[Record]:
-    for number, row in enumerate(data.select_columns(column)):
-        value = row[column]
-        if isinstance(value, dict):  # older datasets hold a list of messages as a mapping of lists
-            value = [dict(zip(value, parts, strict=True)) for parts in zip(*value.values(), strict=True)]
-        yield f"{name}, row {number}", value
-
-
-# ---- words for errors ----
-
-
-def _names(columns: Any) -> str:
-    return ", ".join(map(repr, columns)) or "nothing"
+        for where, row in json_lines(file, str(path)):
+            columns = columns or list(row)
+            yield {**{name: row.get(name) for name in columns}, WHERE: where}

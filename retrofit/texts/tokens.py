@@ -3,89 +3,55 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from hashlib import sha256
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from patches.errors import RetrofitError
-from retrofit.files import at_home
-from retrofit.texts.chat import ChatTokenizer, cut
-from retrofit.texts.sources import Source, open_source, reading
+from retrofit.texts.chat import IGNORED, ChatTokenizer, Record, cut
+from retrofit.texts.sources import WHERE, Source, open_source, reading
 from retrofit.untrusted import checked_text
 
 COLUMNS = {"text": ["text"], "chat": ["messages", "conversations"]}
 BESIDE = ("system", "tools")  # what some ShareGPT data keep beside a conversation; it is not read, and that is said
 BATCH = {"text": 1000, "chat": 64}  # records handed to the tokenizer at once
-LAYOUT = 1  # to be raised when the rows written for the same input change
-
-Row = dict[str, Any]
+LAYOUT = 2  # to be raised when the rows written for the same input change
 
 
 @dataclass(frozen=True)
 class TokenRows:
     """The records of a source as rows of token ids, in the source's order, none left out.
 
-    Iterating reads and tokenises. A row holds ``input_ids`` (n,) int32; of a conversation, cut to ``seq_len``, also
-    ``answer`` (n,) bool, the assistant's tokens; and ``length``, its tokens before it was cut (0 for an empty text).
+    A row holds ``input_ids`` (n,); of a conversation, cut to ``seq_len``, also ``labels`` (n,), -100 but for the
+    assistant's tokens; and ``length``, its tokens before it was cut (0 for an empty text).
 
     Attributes:
-        column: ``text``, ``messages`` or ``conversations``.
+        source: where they come from.
+        format: ``text`` or ``chat``.
         seq_len: most tokens of a conversation; documents are not cut.
-        max_samples: how many records are read; all by default.
-        apart: whether documents are to become rows of their own, instead of being packed.
-        batch: records handed to the tokenizer at once; by default many.
+        data: the rows, an ``IterableDataset`` that tokenises while it is read.
+        identity: what it is a function of, besides the source.
     """
 
     source: Source
-    column: str
-    tokenizer: PreTrainedTokenizerBase
+    format: str
     seq_len: int
-    max_samples: int | None = None
-    apart: bool = False
-    batch: int | None = None
+    data: Any
+    identity: list[Any]
 
-    @property
-    def packed(self) -> bool:
-        """Whether the rows are still to be joined and cut."""
-        return self.format == "text" and not self.apart
-
-    @property
-    def format(self) -> str:
-        """``text`` or ``chat``."""
-        return "text" if self.column in COLUMNS["text"] else "chat"
-
-    @cached_property
-    def chat(self) -> ChatTokenizer:
-        """The tokenizer with its chat template; raises RetrofitError if it has none."""
-        return ChatTokenizer(self.tokenizer)
-
-    def __iter__(self) -> Iterator[Row]:
-        records = islice(self.source.read(self.column), self.max_samples)
-        while batch := list(islice(records, self.batch or BATCH[self.format])):
-            yield from self._conversations(batch) if self.format == "chat" else self._documents(batch)
-
-    def _documents(self, batch: list[Any]) -> Iterator[Row]:
-        """An end-of-sequence token, if there is one, ends every document but empty ones."""
-        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        texts = [checked_text(value, where, repr(self.column)) for where, value in batch]
-        # verbose=False: a document longer than the model's context is no mistake here, rows are cut from it
-        encoded: Any = self.tokenizer(texts, return_attention_mask=False, verbose=False)
-        for text, ids in zip(texts, encoded["input_ids"], strict=True):
-            row = np.asarray([*ids, *end] if text.strip() else [], dtype=np.int32)
-            yield {"input_ids": row, "length": len(row)}
-
-    def _conversations(self, batch: list[Any]) -> Iterator[Row]:
-        for ids, answer in self.chat.encode(batch):
-            keep = cut(answer, self.seq_len)
-            yield {"input_ids": ids[keep], "answer": answer[keep], "length": len(ids)}
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows = iter(self.data)
+        while True:
+            with reading(self.source.name):
+                row = next(rows, None)
+            if row is None:
+                return
+            yield row
 
     def cached(self) -> Any:
         """All rows as a ``datasets.Dataset`` on disk, written by the first call and found again by later ones.
@@ -98,57 +64,109 @@ class TokenRows:
         """
         import datasets
 
-        if next(self.source.read(self.column), None) is None:
-            raise RetrofitError(f"{self.source.name} is empty: there is nothing in it to learn from")
-        columns = {"input_ids": datasets.List(datasets.Value("int32")), "length": datasets.Value("int32")}
-        if self.format == "chat":
-            columns["answer"] = datasets.List(datasets.Value("bool"))
-        features = datasets.Features(columns)
-        with _bars_on_a_terminal_only():
+        key = sha256(json.dumps([LAYOUT, self.source.identity, self.identity]).encode()).hexdigest()[:32]
+        numbers = datasets.List(datasets.Value("int32"))
+        columns = {"input_ids": numbers, "length": datasets.Value("int32")}
+        columns |= {"labels": numbers} if self.format == "chat" else {}
+        with reading(self.source.name):
             try:
                 return datasets.Dataset.from_generator(
-                    self.__iter__, features=features, fingerprint=self._fingerprint()
-                )
-            except (OSError, datasets.exceptions.DatasetGenerationError) as error:
-                cause = error.__cause__ or error
-                if isinstance(cause, OSError):
-                    with reading(self.source.name):
-                        raise cause from None
-                raise cause from None
-
-    def _fingerprint(self) -> str:
-        parts: list[Any] = [LAYOUT, self.source.identity, self.column, self.max_samples, _identity(self.tokenizer)]
-        if self.format == "chat":
-            parts += [self.seq_len, self.chat.template, sorted(self.tokenizer.special_tokens_map.items())]
-        return sha256(json.dumps(parts).encode()).hexdigest()[:32]
+                    self.__iter__, features=datasets.Features(columns), fingerprint=key
+                ).with_format("numpy")
+            except datasets.exceptions.DatasetGenerationError as error:
+                raise error.__cause__ or error from None
+            except ValueError as error:
+                if "corresponds to no data" not in str(error):
+                    raise
+                raise RetrofitError(f"{self.source.name} is empty: there is nothing in it to learn from") from None
 
 
-def find_column(source: Source, data_format: str) -> str:
-    """The column of ``source`` that is learned: the text's or the conversations'.
+def read_tokens(
+    source: str,
+    tokenizer: Any,
+    *,
+    seq_len: int,
+    data_format: str = "auto",
+    max_samples: int | None = None,
+    batch: int | None = None,
+    **where: Any,
+) -> TokenRows:
+    """The rows of ``source``, which is opened.
 
     Args:
-        data_format: ``text``, ``chat``, or ``auto``, by the columns there are.
+        source: anything :func:`retrofit.texts.sources.open_source` opens; ``where`` are its other arguments.
+        data_format: ``text``, ``chat``, ``auto``, by the columns there are, or ``any``: text where there is some.
+        max_samples: how many records are read; all by default.
+        batch: records handed to the tokenizer at once; by default many.
+
+    Raises:
+        RetrofitError: the source cannot be read, or has no column to learn from.
+    """
+    opened = open_source(source, **where)
+    with reading(source):
+        columns = list(opened.data.column_names or next(iter(opened.data), {}))
+    column = find_column(source, columns, data_format)
+    kind = "text" if column in COLUMNS["text"] else "chat"
+    known = [column, max_samples, _identity(tokenizer)]
+    encode = partial(_documents, tokenizer)
+    if kind == "chat":
+        chat = ChatTokenizer(tokenizer)
+        known += [seq_len, chat.template, sorted(tokenizer.special_tokens_map.items())]
+        encode = partial(_conversations, chat, seq_len)
+
+    def rows(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        places = batch.get(WHERE) or [f"{source}, row {index}" for index in indices]
+        return encode(column, list(zip(places, batch[column], strict=True)))
+
+    data = opened.data.select_columns([name for name in columns if name in (column, WHERE)])
+    data = data if max_samples is None else data.take(max_samples)
+    data = data.map(
+        rows, batched=True, with_indices=True, batch_size=batch or BATCH[kind], remove_columns=[column, WHERE]
+    )
+    return TokenRows(opened, kind, seq_len, data, known)
+
+
+def _documents(tokenizer: Any, column: str, records: list[Record]) -> dict[str, list[Any]]:
+    """An end-of-sequence token, if there is one, ends every document but empty ones."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    texts = [checked_text(value, where, repr(column)) for where, value in records]
+    # verbose=False: a document longer than the model's context is no mistake here, rows are cut from it
+    encoded = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+    rows = [[*ids, *end] if text.strip() else [] for text, ids in zip(texts, encoded, strict=True)]
+    return {"input_ids": [np.array(row, dtype=np.int32) for row in rows], "length": [len(row) for row in rows]}
+
+
+def _conversations(chat: ChatTokenizer, seq_len: int, _: str, records: list[Record]) -> dict[str, list[Any]]:
+    rows: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": []}
+    for ids, answer in chat.encode(records):
+        keep = cut(answer, seq_len)
+        rows["input_ids"].append(ids[keep])
+        rows["labels"].append(np.where(answer, ids, IGNORED)[keep])
+        rows["length"].append(len(ids))
+    return rows
+
+
+def find_column(name: str, columns: list[str], data_format: str) -> str:
+    """The one of ``columns`` that is learned: the text's or the conversations'.
 
     Raises:
         RetrofitError: there is no such column, or with ``auto`` both.
     """
-    found = {kind: [name for name in names if name in source.columns] for kind, names in COLUMNS.items()}
-    kinds = [kind for kind in found if found[kind]] if data_format == "auto" else [data_format]
-    if len(kinds) > 1:
+    found = {kind: [one for one in names if one in columns] for kind, names in COLUMNS.items()}
+    kinds = [kind for kind in found if found[kind]] if data_format in ("auto", "any") else [data_format]
+    if len(kinds) > 1 and data_format == "auto":
         both = " and ".join(repr(found[kind][0]) for kind in kinds)
-        raise RetrofitError(f"{source.name} has both {both}: set data_format to text or chat")
+        raise RetrofitError(f"{name} has both {both}: set data_format to text or chat")
     if not kinds or not found[kinds[0]]:
-        wanted = [repr(name) for kind in kinds or COLUMNS for name in COLUMNS[kind]]
-        there = ", ".join(map(repr, source.columns))
+        wanted = [repr(one) for kind in kinds or COLUMNS for one in COLUMNS[kind]]
+        there = ", ".join(repr(one) for one in columns if one != WHERE)
         if not there:
-            raise RetrofitError(f"{source.name} is empty: there is nothing in it to learn from")
-        raise RetrofitError(
-            f"{source.name} has no column {' or '.join(wanted)}, only {there}: rename the column to learn from"
-        )
-    unread = [name for name in BESIDE if kinds[0] == "chat" and name in source.columns]
+            raise RetrofitError(f"{name} is empty: there is nothing in it to learn from")
+        named = " or ".join(wanted)
+        raise RetrofitError(f"{name} has no column {named}, only {there}: rename the column to learn from")
+    unread = [one for one in BESIDE if kinds[0] == "chat" and one in columns]
     if unread:
-        names = " and ".join(map(repr, unread))
-        print(f"note: {source.name} also has {names}, which is not read", file=sys.stderr)
+        print(f"note: {name} also has {' and '.join(map(repr, unread))}, which is not read", file=sys.stderr)
     return found[kinds[0]][0]
 
 
@@ -166,11 +184,10 @@ def read_sequences(source: str, tokenizer: Any, *, length: int = 4096, count: in
     Raises:
         RetrofitError: nothing there, it cannot be read, or no text is as long as one row.
     """
-    opened = open_source(source, split=None, streaming=not at_home(source).exists())
-    column = find_column(opened, "text" if "text" in opened.columns else "auto")
+    how: dict[str, Any] = {"streaming": True, "split": None, "data_format": "any", "batch": 1}
     rows: list[Tensor] = []
-    for text in TokenRows(opened, column, tokenizer, seq_len=sys.maxsize, batch=1):
-        pieces = torch.from_numpy(text["input_ids"]).long().split(length)
+    for text in read_tokens(source, tokenizer, seq_len=sys.maxsize, **how):
+        pieces = torch.as_tensor(text["input_ids"]).long().split(length)
         rows += (piece for piece in pieces if len(piece) == length)
         if count is not None and len(rows) >= count:
             break
@@ -187,17 +204,3 @@ def _identity(tokenizer: Any) -> Any:
         return Hasher.hash(tokenizer)
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     return {**backend, "truncation": None, "padding": None}, tokenizer.eos_token_id
-
-
-@contextmanager
-def _bars_on_a_terminal_only() -> Iterator[None]:
-    import datasets
-
-    hide = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
-    if hide:
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if hide:
-            datasets.enable_progress_bars()

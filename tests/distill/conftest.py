@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import retrofit
 from distill.config import DistillConfig
-from distill.data.rows import PackedRows
+from distill.data.rows import Rows, pack_tokens
 
 WORDS = 101
 TEXT_WORDS = 3000
@@ -51,10 +51,10 @@ def text_file(tmp_path: Path, text: str) -> Path:
 
 
 @pytest.fixture
-def rows() -> PackedRows:
+def rows() -> Rows:
     """24 rows of 40 random tokens."""
     tokens = torch.randint(3, WORDS, (24 * 40,), generator=torch.Generator().manual_seed(1))
-    return PackedRows(tokens, 40)
+    return pack_tokens(tokens, 40)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import retrofit
 from distill.config import DistillConfig
-from distill.data.rows import PackedRows
+from distill.data.rows import Rows
 from distill.local_fit import LocalFit
 from patches.errors import RetrofitError
 from retrofit.evaluation.baselines import window_only
@@ -77,7 +77,7 @@ def test_it_is_what_one_writes_down(kind: str, make_base: MakeBase) -> None:
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)
-def test_local_steps_bring_each_layer_nearer(kind: str, make_base: MakeBase, rows: PackedRows, tmp_path: Path) -> None:
+def test_local_steps_bring_each_layer_nearer(kind: str, make_base: MakeBase, rows: Rows, tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = retrofit.patch(make_base("Qwen2"), kind, W, S)
     settings = {"local_steps": 12, "max_steps": 12, "learning_rate": 5e-3, "eval_strategy": "steps", "eval_steps": 12}
@@ -94,19 +94,17 @@ def test_local_steps_bring_each_layer_nearer(kind: str, make_base: MakeBase, row
     assert after["eval_layer_error"] == pytest.approx(sum(after[name] for name in names) / len(names))
 
 
-def test_nothing_of_the_model_is_kept_for_the_backward_pass(make_base: MakeBase, rows: PackedRows) -> None:
+def test_nothing_of_the_model_is_kept_for_the_backward_pass(make_base: MakeBase, rows: Rows) -> None:
     """A layer's graph goes before the next layer runs, and the base has no part in any."""
     model = awaken(retrofit.patch(make_base("Qwen2"), "joint", W, S))
-    ids = rows.places[:2].long()
+    ids = rows.batch()[0][:2]
     total = LocalFit(model).total(model, {"input_ids": ids}, torch.ones_like(ids, dtype=torch.bool))
     leaves = {node.variable for node, _ in total.grad_fn.next_functions if node is not None}
     assert leaves == {parameter for parameter in model.parameters() if parameter.requires_grad}
 
 
 @pytest.mark.parametrize("stopped_at", [2, 3, 5])
-def test_resuming_in_any_stage_is_bit_equal(
-    stopped_at: int, make_base: MakeBase, rows: PackedRows, tmp_path: Path
-) -> None:
+def test_resuming_in_any_stage_is_bit_equal(stopped_at: int, make_base: MakeBase, rows: Rows, tmp_path: Path) -> None:
     """In the first stage, between the stages, and in the second."""
     settings = {"local_steps": 3, "max_steps": 6, "local_learning_rate": 3e-2, "save_steps": 1}
 
@@ -128,7 +126,7 @@ def test_resuming_in_any_stage_is_bit_equal(
 
 
 def test_the_second_stage_starts_without_the_first_ones_moments(
-    make_base: MakeBase, rows: PackedRows, tmp_path: Path
+    make_base: MakeBase, rows: Rows, tmp_path: Path
 ) -> None:
     torch.manual_seed(3)
     model = retrofit.patch(make_base("Qwen2"), "joint", W, S)
@@ -137,7 +135,7 @@ def test_the_second_stage_starts_without_the_first_ones_moments(
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
 
 
-def test_accumulation_equals_the_big_batch(make_base: MakeBase, rows: PackedRows, tmp_path: Path) -> None:
+def test_accumulation_equals_the_big_batch(make_base: MakeBase, rows: Rows, tmp_path: Path) -> None:
     found = []
     for batch, accumulated in ((4, 1), (2, 2)):
         base = make_base("Qwen2")
@@ -160,7 +158,7 @@ def test_rows_within_the_window_teach_nothing(make_base: MakeBase) -> None:
     assert all(not parameter.grad.any() for _, parameter in model.memory_parameters())
 
 
-def test_more_local_steps_than_steps_are_refused(make_base: MakeBase, rows: PackedRows, tmp_path: Path) -> None:
+def test_more_local_steps_than_steps_are_refused(make_base: MakeBase, rows: Rows, tmp_path: Path) -> None:
     with pytest.raises(RetrofitError, match="local_steps: 5 is more than the 4 steps"):
         DistillConfig(max_steps=4, local_steps=5)
     model = retrofit.patch(make_base("Qwen2"), "joint", W, S)

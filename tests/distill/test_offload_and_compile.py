@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, training_args
 
 from distill import DistillConfig, offload
-from distill.data.rows import PackedRows
+from distill.data.rows import Rows
 from distill.dry_run import plan
 from distill.objective import Objective
 from distill.preflight import check_recipe
@@ -68,7 +68,7 @@ def fresh(make_base: MakeBase) -> Any:
     return awake(make_base("Qwen2", num_hidden_layers=1), "ahn-gdn", 6, 2)
 
 
-def run(make_base: MakeBase, rows: PackedRows, folder: Path, last: str = "", **settings: Any) -> dict[str, Any]:
+def run(make_base: MakeBase, rows: Rows, folder: Path, last: str = "", **settings: Any) -> dict[str, Any]:
     """Losses and weights of a run, resumed from the checkpoint ``last`` in its folder if one is named."""
     model = fresh(make_base)
     trainer = make_trainer(model, rows, folder, **settings)
@@ -76,9 +76,7 @@ def run(make_base: MakeBase, rows: PackedRows, folder: Path, last: str = "", **s
     return {**memory(model), "losses": torch.tensor(losses(trainer))}
 
 
-def test_a_run_through_main_memory_resumes(
-    make_base: MakeBase, rows: PackedRows, tmp_path: Path, sent: list[Tensor]
-) -> None:
+def test_a_run_through_main_memory_resumes(make_base: MakeBase, rows: Rows, tmp_path: Path, sent: list[Tensor]) -> None:
     expected = run(make_base, rows, tmp_path / "plain")
     assert not sent
     for last in ("", "checkpoint-2"):
@@ -90,7 +88,7 @@ def test_a_run_through_main_memory_resumes(
 
 
 def test_a_compiled_run_and_its_resumption(
-    make_base: MakeBase, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_base: MakeBase, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, compiled = run(make_base, rows, tmp_path / "plain"), torch._dynamo.utils.counters["stats"]
     for last in ("", "checkpoint-2"):
@@ -140,15 +138,13 @@ def test_compiling_does_not_switch_tf32_on(tmp_path: Path, monkeypatch: pytest.M
         ({"torch_compile": True, "fsdp": True}, "torch_compile does not go with fsdp=True"),
     ],
 )
-def test_what_does_not_go_together(
-    settings: dict[str, Any], said: str, model: Any, rows: PackedRows, tmp_path: Path
-) -> None:
+def test_what_does_not_go_together(settings: dict[str, Any], said: str, model: Any, rows: Rows, tmp_path: Path) -> None:
     with pytest.raises(RetrofitError, match=said):
         check_recipe(DistillConfig(**settings))
     with pytest.raises(RetrofitError, match=said):
         make_trainer(model, rows, tmp_path, **settings)
 
 
-def test_a_memory_whose_steps_a_compiler_cannot_see(make_base: MakeBase, rows: PackedRows, tmp_path: Path) -> None:
+def test_a_memory_whose_steps_a_compiler_cannot_see(make_base: MakeBase, rows: Rows, tmp_path: Path) -> None:
     with pytest.raises(RetrofitError, match="torch_compile does not work with memory 'kvm'"):
         make_trainer(awake(make_base("Qwen2"), "kvm"), rows, tmp_path, torch_compile=True)

@@ -427,7 +427,7 @@ BAD = {
     "no such data": ({"data": "no/such/file.txt"}, "no file or folder"),
     "no such memory": ({"memory": "ahn-gnd"}, "did you mean 'ahn-gdn'"),
     "no such option": ({"options": {"decay": 1}}, "option 'decay'"),
-    "too short": ({"max_length": 2000}, "holds 3001 tokens"),
+    "too short": ({"max_length": 2000}, "with 10% of 1 rows of 2000 tokens held out"),
     "nothing to train": ({"memory": "none"}, "has nothing to fit"),
 }
 

@@ -15,7 +15,7 @@ import retrofit
 from distill import DistillConfig, DistillTrainer
 from distill.checkpoint import checkpoints
 from distill.config import CHECKPOINTING
-from distill.data.rows import DocumentRows, PackedRows, text_item
+from distill.data.rows import Rows, cut_records, cut_row, pack_tokens
 from distill.data.split import load_rows
 from patches.errors import RetrofitError
 from retrofit.evaluation.scores import evaluate
@@ -36,13 +36,14 @@ def make_trainer(model: Model, rows: Any, folder: Path, callbacks: Any = None, *
         "eval_strategy": "no",
         "use_cpu": True,
     }
-    return DistillTrainer(model, DistillConfig(**{**defaults, **settings}), rows, rows.head(5), callbacks=callbacks)
+    args = DistillConfig(**{**defaults, **settings})
+    return DistillTrainer(model, args, rows, rows.select(slice(5)), callbacks=callbacks)
 
 
-def lengths_of(*lengths: int) -> DocumentRows:
+def lengths_of(*lengths: int) -> Rows:
     """Four rows of each of these lengths."""
     documents = [{"input_ids": tokens(1, length, seed)[0]} for seed in range(4) for length in lengths]
-    return DocumentRows(documents, [*lengths] * 4, max(lengths))
+    return cut_records(documents, [*lengths] * 4, max(lengths))
 
 
 def memory(model: Model) -> dict[str, Tensor]:
@@ -63,11 +64,9 @@ def opened(model: Model) -> Model:
 
 
 @pytest.mark.parametrize("label_shift", ["next", "ahn"])
-def test_loss_is_the_mean_kl_over_scored_positions(
-    model: Model, rows: PackedRows, tmp_path: Path, label_shift: str
-) -> None:
+def test_loss_is_the_mean_kl_over_scored_positions(model: Model, rows: Rows, tmp_path: Path, label_shift: str) -> None:
     trainer = make_trainer(opened(model), rows, tmp_path, label_shift=label_shift)
-    ids = rows.places[:3].long()
+    ids = rows.batch()[0][:3]
     labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.5, -100)
     student = model(ids).logits.log_softmax(-1)
     with model.memory_off():
@@ -86,13 +85,13 @@ def test_loss_is_the_mean_kl_over_scored_positions(
 
 
 def test_positions_count_once_any_layer_has_forgotten(
-    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
+    make_base: Callable[..., PreTrainedModel], rows: Rows, tmp_path: Path
 ) -> None:
     """Windows of single layers may be narrower than the model's, or wider in all of them."""
     for windows, lossless in (({"1": {"window": 3}}, 5), ({"0-1": {"window": 9}}, 11)):
         model = opened(retrofit.patch(make_base("Qwen2"), "ahn-gdn", window=6, sinks=2, by_layer=windows))
         trainer = make_trainer(model, rows, tmp_path)
-        ids = rows.places[:3].long()
+        ids = rows.batch()[0][:3]
         with model.memory_off():
             teacher = model(ids).logits.log_softmax(-1)
         kl = (teacher.exp() * (teacher - model(ids).logits.log_softmax(-1))).sum(-1)
@@ -101,8 +100,8 @@ def test_positions_count_once_any_layer_has_forgotten(
         torch.testing.assert_close(loss, kl[:, lossless:-1].mean())
 
 
-def test_a_batch_without_labels_trains_nothing(model: Model, rows: PackedRows, tmp_path: Path) -> None:
-    ids = rows.places[:2].long()
+def test_a_batch_without_labels_trains_nothing(model: Model, rows: Rows, tmp_path: Path) -> None:
+    ids = rows.batch()[0][:2]
     trainer = make_trainer(opened(model), rows, tmp_path)
     loss = trainer.compute_loss(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
     loss.backward()
@@ -110,9 +109,9 @@ def test_a_batch_without_labels_trains_nothing(model: Model, rows: PackedRows, t
     assert all(not parameter.grad.any() for _, parameter in model.memory_parameters())
 
 
-def test_right_padding_changes_nothing(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+def test_right_padding_changes_nothing(model: Model, rows: Rows, tmp_path: Path) -> None:
     trainer = make_trainer(opened(model), rows, tmp_path)
-    ids = rows.places[:2].long()
+    ids = rows.batch()[0][:2]
     plain = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
     pad = torch.zeros(2, 5, dtype=torch.long)
     mask = torch.cat([torch.ones_like(ids), pad], 1)
@@ -120,14 +119,14 @@ def test_right_padding_changes_nothing(model: Model, rows: PackedRows, tmp_path:
     torch.testing.assert_close(trainer.compute_loss(model, padded), plain, rtol=1e-5, atol=1e-7)
 
 
-def test_no_logits_of_the_whole_sequence(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+def test_no_logits_of_the_whole_sequence(model: Model, rows: Rows, tmp_path: Path) -> None:
     seen = []
     model.lm_head.register_forward_hook(lambda _m, _a, logits: seen.append(logits.shape[1]))
     make_trainer(model, rows, tmp_path, max_steps=1).train()
     assert seen == [1, 1]  # teacher and student
 
 
-def test_only_the_memory_changes(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+def test_only_the_memory_changes(model: Model, rows: Rows, tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config = model.config.to_dict()
     trainer = make_trainer(model, rows, tmp_path, max_steps=20, weight_decay=0.1)
@@ -141,14 +140,14 @@ def test_only_the_memory_changes(model: Model, rows: PackedRows, tmp_path: Path)
 
 
 def test_accumulation_equals_the_big_batch(
-    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
+    make_base: Callable[..., PreTrainedModel], rows: Rows, tmp_path: Path
 ) -> None:
-    class Uneven(PackedRows):  # rows with very different numbers of labels: a mean of means would show
+    class Uneven(Rows):  # rows with very different numbers of labels: a mean of means would show
         def __getitem__(self, index: int) -> dict[str, Tensor]:
             row = super().__getitem__(index)
             return {**row, "labels": row["labels"].masked_fill(torch.arange(40) > 10 + index, -100)}
 
-    data = Uneven(rows.places.flatten(), 40)
+    data = Uneven(rows.parts[0], rows.places[:, 1:])
     results = []
     for name, batch, accumulation in (("big", 4, 1), ("small", 1, 4)):
         torch.manual_seed(3)
@@ -164,7 +163,7 @@ def test_accumulation_equals_the_big_batch(
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_gives_the_same_weights(
-    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path, use_reentrant: bool
+    make_base: Callable[..., PreTrainedModel], rows: Rows, tmp_path: Path, use_reentrant: bool
 ) -> None:
     results = []
     for name in ("plain", "checkpointed"):
@@ -187,7 +186,7 @@ def test_resuming_is_bit_equal(
     make_base: Callable[..., PreTrainedModel], tmp_path: Path, sampling: str, stop: int
 ) -> None:
     tokens = torch.randint(3, 101, (14 * 70,), generator=torch.Generator().manual_seed(1))
-    rows = PackedRows(tokens, 70)  # 14 rows: an epoch ends within an accumulated batch of 4
+    rows = pack_tokens(tokens, 70)  # 14 rows: an epoch ends within an accumulated batch of 4
 
     def fresh() -> Model:
         torch.manual_seed(3)
@@ -215,7 +214,7 @@ def test_resuming_is_bit_equal(
 
 
 def test_a_drawn_window_is_used_and_never_saved(
-    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = []
     original = type(model).set_window
@@ -236,7 +235,7 @@ def test_a_drawn_window_is_used_and_never_saved(
 
 
 def test_checkpoints_hold_the_memory_and_not_the_base(
-    model: Model, rows: PackedRows, tmp_path: Path, make_base: Callable[..., PreTrainedModel]
+    model: Model, rows: Rows, tmp_path: Path, make_base: Callable[..., PreTrainedModel]
 ) -> None:
     make_trainer(model, rows, tmp_path, save_steps=1, save_total_limit=2).train()
     assert [folder.name for folder in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
@@ -248,7 +247,7 @@ def test_checkpoints_hold_the_memory_and_not_the_base(
     saved = load_file(last / "adapter_model.safetensors")
     assert {name.removeprefix("base_model.model.") for name in saved} == set(memory(model))
     loaded = retrofit.load_adapter(make_base("Qwen2"), last)
-    ids = rows.places[:2].long()
+    ids = rows.batch()[0][:2]
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
@@ -256,11 +255,9 @@ def test_checkpoints_hold_the_memory_and_not_the_base(
 @pytest.mark.parametrize(
     "settings", [{"loss": "ce"}, {"loss": "mse"}, {"mse_weight": 0.5}, {"loss": "ce", "mse_weight": 2.0}]
 )
-def test_the_other_losses(
-    model: Model, rows: PackedRows, tmp_path: Path, label_shift: str, settings: dict[str, Any]
-) -> None:
+def test_the_other_losses(model: Model, rows: Rows, tmp_path: Path, label_shift: str, settings: dict[str, Any]) -> None:
     trainer = make_trainer(opened(model), rows, tmp_path, label_shift=label_shift, **settings)
-    ids = rows.places[:3].long()
+    ids = rows.batch()[0][:3]
     labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.5, -100)
     scored = torch.zeros_like(ids, dtype=torch.bool)
     scored[:, 8:-1] = labels[:, 9:] != -100 if label_shift == "next" else labels[:, 8:-1] != -100
@@ -293,7 +290,7 @@ def test_the_other_losses(
     )
 
 
-def test_mse_with_checkpointing(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+def test_mse_with_checkpointing(model: Model, rows: Rows, tmp_path: Path) -> None:
     settings = {"loss": "mse", "max_steps": 2, CHECKPOINTING: True}
     plain = make_trainer(opened(model), rows, tmp_path / "plain", loss="mse", max_steps=2)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -348,9 +345,9 @@ def test_conversations_of_any_length_are_trained_on(
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_batch_within_the_window_gives_every_parameter_a_gradient_of_zero(
-    model: Model, rows: PackedRows, tmp_path: Path, masked: bool
+    model: Model, rows: Rows, tmp_path: Path, masked: bool
 ) -> None:
-    ids = rows.places[:2, :5].long()
+    ids = rows.batch()[0][:2, :5]
     batch = {"input_ids": ids, "labels": ids} | ({"attention_mask": torch.ones_like(ids)} if masked else {})
     loss = make_trainer(opened(model), rows, tmp_path).compute_loss(model, batch)
     loss.backward()
@@ -364,7 +361,7 @@ def test_a_wider_layer_gets_a_gradient_from_every_batch(make_base: MakeBase, tmp
     model = awaken(retrofit.patch(make_base("Qwen2"), "ahn-gdn", 6, 2, by_layer={"1": {"window": 30}}))
     settings = {"per_device_train_batch_size": 1, "max_steps": 8, "local_steps": local_steps}
     trainer = make_trainer(model, lengths_of(20, 40), tmp_path, **settings)
-    short = {key: part[None] for key, part in text_item(tokens(1, 20)[0]).items()}
+    short = {key: part[None] for key, part in cut_row({"input_ids": tokens(1, 20)[0]}, 0, 20).items()}
     trainer.compute_loss(model, short).backward()
     gradients = {name: parameter.grad for name, parameter in model.memory_parameters()}
     assert all(gradient is not None for gradient in gradients.values())

@@ -11,13 +11,13 @@ from transformers import EarlyStoppingCallback
 import retrofit
 from distill import DistillTrainer
 from distill.checkpoint import checkpoints, damage
-from distill.data.rows import PackedRows
+from distill.data.rows import Rows
 from tests.distill.test_trainer import Model, make_trainer, memory, opened
 
 
 @pytest.mark.parametrize("limit", [None, 1, 2])
 def test_the_best_checkpoint_is_kept_and_loaded(
-    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+    model: Model, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     kls = iter([0.3, 0.1, 0.2, 0.2, 0.25])
     monkeypatch.setattr(DistillTrainer, "_kl_by_distance", lambda self, one, data: {"": next(kls, 0.3)})
@@ -43,7 +43,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(
     [([0.1, 0.3, 0.2, 0.4], 1), ([0.3, 0.1, 0.2, 0.4], 2), ([0.4, 0.3, 0.1, 0.2], 3), ([0.2, 0.4, 0.3, 0.1], 4)],
 )
 def test_an_evaluation_between_two_checkpoints_may_be_the_best(
-    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kls: list[float], best: int
+    model: Model, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kls: list[float], best: int
 ) -> None:
     """That at the end of the local steps (step 3) or another one: what is chosen has a checkpoint, and it is loaded."""
     found = iter(kls)
@@ -60,7 +60,7 @@ def test_an_evaluation_between_two_checkpoints_may_be_the_best(
 
 
 def test_early_stopping_stops_at_the_step_after_the_best(
-    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kls = iter([0.3, 0.1, 0.2, 0.05])
     monkeypatch.setattr(DistillTrainer, "_kl_by_distance", lambda self, one, data: {"": next(kls)})
@@ -72,9 +72,7 @@ def test_early_stopping_stops_at_the_step_after_the_best(
     assert (trainer.state.global_step, trainer.state.best_global_step) == (3, 2)
 
 
-def test_evaluation_reports_the_window_only_model_beside_the_memory(
-    model: Model, rows: PackedRows, tmp_path: Path
-) -> None:
+def test_evaluation_reports_the_window_only_model_beside_the_memory(model: Model, rows: Rows, tmp_path: Path) -> None:
     trainer = make_trainer(model, rows, tmp_path)
     fresh = trainer.evaluate()
     assert fresh["eval_kl"] == fresh["eval_kl_window_only"] > 0  # a fresh memory adds exactly nothing
@@ -82,23 +80,21 @@ def test_evaluation_reports_the_window_only_model_beside_the_memory(
     opened(model)
     disturbed = trainer.evaluate()
     assert disturbed["eval_kl"] != disturbed["eval_kl_window_only"] == fresh["eval_kl_window_only"]
-    named = trainer.evaluate({"near": rows.head(2), "far": rows.head(3)})
+    named = trainer.evaluate({"near": rows.select(slice(2)), "far": rows.select(slice(3))})
     assert set(named) == {key.replace("eval_", f"eval_{name}_") for name in ("near", "far") for key in disturbed}
 
 
-def test_other_rows_have_a_window_only_model_of_their_own(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+def test_other_rows_have_a_window_only_model_of_their_own(model: Model, rows: Rows, tmp_path: Path) -> None:
     trainer = make_trainer(model, rows, tmp_path)
     first = trainer.evaluate()["eval_kl_window_only"]
-    others = PackedRows(rows.places[5:].flatten(), 40)
+    others = rows.select(slice(5, None))
     expected = make_trainer(model, rows, tmp_path).evaluate(others)["eval_kl_window_only"]
     assert trainer.evaluate(others)["eval_kl_window_only"] == expected != first
 
 
-def test_evaluation_tells_distances_past_the_window_apart(model: Model, rows: PackedRows, tmp_path: Path) -> None:
+def test_evaluation_tells_distances_past_the_window_apart(model: Model, rows: Rows, tmp_path: Path) -> None:
     metrics = make_trainer(opened(model), rows, tmp_path).evaluate()
-    scores = retrofit.evaluate(model, rows.head(5).places.long(), start=8)[
-        "ahn-gdn"
-    ].kl  # (5, 31): columns from W + S on
+    scores = retrofit.evaluate(model, rows.batch()[0][:5], start=8)["ahn-gdn"].kl  # (5, 31): columns from W + S on
     expected = {"": scores, "_beyond_0": scores[:, :12], "_beyond_12": scores[:, 12:24], "_beyond_24": scores[:, 24:]}
     found = {key.removeprefix("eval_kl"): metrics[key] for key in metrics if key.startswith(("eval_kl_b", "eval_kl"))}
     for key, part in expected.items():

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import retrofit
 from distill import DistillConfig, DistillTrainer
-from distill.data.rows import PackedRows
+from distill.data.rows import Rows
 from distill.lora import add_lora
 from distill.objective import Objective
 from distill.unsupported import refuse_unsupported
@@ -34,7 +34,7 @@ from tests.distill.test_trainer import Model, make_trainer, memory
 )
 def test_what_the_trainer_would_ignore_is_refused(
     model: Model,
-    rows: PackedRows,
+    rows: Rows,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
@@ -80,7 +80,7 @@ def test_what_does_not_work_with_zero3_is_refused(model: Model, tmp_path: Path, 
 
 
 def test_a_failed_save_leaves_no_checkpoint(
-    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -92,7 +92,7 @@ def test_a_failed_save_leaves_no_checkpoint(
 
 
 def test_a_full_disk_is_told_without_torchs_source_files(
-    model: Model, rows: PackedRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file data/2")
@@ -104,7 +104,7 @@ def test_a_full_disk_is_told_without_torchs_source_files(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_naming_the_step(
-    model: Model, rows: PackedRows, tmp_path: Path, bad: float, monkeypatch: pytest.MonkeyPatch
+    model: Model, rows: Rows, tmp_path: Path, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(model, rows, tmp_path)
     whole, seen = Objective.losses, []
@@ -117,12 +117,12 @@ def test_a_loss_that_is_not_finite_stops_naming_the_step(
     with pytest.raises(RetrofitError, match=f"the loss is {bad} at step 3, rows") as error:
         trainer.train()
     assert f"rows {', '.join(map(str, seen[2]))} of the training data" in str(error.value)
-    assert all(any(torch.equal(rows[row]["input_ids"], rows.places[row].long()) for row in batch) for batch in seen)
+    assert all(any(torch.equal(rows[row]["input_ids"], rows.batch()[0][row]) for row in batch) for batch in seen)
     assert all(parameter.isfinite().all() for parameter in memory(model).values())
 
 
 def test_mse_refuses_a_memory_it_would_not_see(
-    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
+    make_base: Callable[..., PreTrainedModel], rows: Rows, tmp_path: Path
 ) -> None:
     behind = retrofit.patch(make_base("Qwen2"), memory="tensor-cache", window=6, sinks=2)
     with pytest.raises(RetrofitError, match="'tensor-cache' joins behind it"):
@@ -130,7 +130,7 @@ def test_mse_refuses_a_memory_it_would_not_see(
 
 
 def test_a_model_without_memory_parameters_is_refused(
-    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
+    make_base: Callable[..., PreTrainedModel], rows: Rows, tmp_path: Path
 ) -> None:
     bare = retrofit.patch(make_base("Qwen2"), memory="none", window=6, sinks=2)
     with pytest.raises(RetrofitError, match="memory 'none' has no parameters to train"):
@@ -140,7 +140,7 @@ def test_a_model_without_memory_parameters_is_refused(
 
 
 def test_a_memory_that_cannot_follow_drawn_windows_is_refused_before_training(
-    make_base: Callable[..., PreTrainedModel], rows: PackedRows, tmp_path: Path
+    make_base: Callable[..., PreTrainedModel], rows: Rows, tmp_path: Path
 ) -> None:
     halves = retrofit.patch(make_base("Qwen2"), memory="kvm", window=128, sinks=2, chunk=64, rows=64)
     make_trainer(halves, rows, tmp_path)

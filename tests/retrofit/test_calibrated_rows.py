@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 import retrofit
 from distill import model as distill_model
-from distill.data.rows import DocumentRows
+from distill.data.rows import cut_records
 from retrofit.calibration import LENGTH, LONGEST, TOKENS, read_texts, row_length
 from tests.conftest import tiny_base
 
@@ -64,7 +64,7 @@ def test_training_rows_are_spread_evenly_however_long_they_are(first: int, monke
     lengths = [first, *[1000, 60, 2000, 300] * 24]
     documents: list[Any] = [{"input_ids": torch.full((length,), at)} for at, length in enumerate(lengths)]
     model = retrofit.patch(tiny_base("Qwen2"), "joint", 64, 2)
-    distill_model.calibrate_on(model, DocumentRows(documents, lengths, 4000))
+    distill_model.calibrate_on(model, cut_records(documents, lengths, 4000))
     places = [int(text[0, 0]) for text in shown]
     assert TOKENS <= sum(text.shape[1] for text in shown) < 1.5 * TOKENS
     steps = torch.tensor([*places[1:], len(lengths)]) - torch.tensor(places)

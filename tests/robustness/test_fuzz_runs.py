@@ -30,8 +30,7 @@ from retrofit.files import write_json
 from retrofit.options import pairs
 from retrofit.settings import settings
 from retrofit.texts.chat import ChatTokenizer
-from retrofit.texts.sources import open_source
-from retrofit.texts.tokens import TokenRows, find_column, read_sequences
+from retrofit.texts.tokens import read_sequences, read_tokens
 from tests.helpers import ROOT
 from tests.robustness.inputs import BYTES, JUNK, damaged, documents, put, refusal, safetensors, share
 
@@ -178,12 +177,7 @@ def test_json_lines(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> 
     )
     def check(content: Any) -> None:
         put(path, content if isinstance(content, bytes) else lines(content))
-
-        def read() -> None:
-            opened = open_source(str(path))
-            list(TokenRows(opened, find_column(opened, "auto"), tokenizer, 16))
-
-        refusal("JSONL", read)
+        refusal("JSONL", lambda: list(read_tokens(str(path), tokenizer, seq_len=16, streaming=True)))
 
     check()
 
@@ -214,7 +208,7 @@ def test_rows_from_json_lines(tmp_path: Path, byte_tokenizer: PreTrainedTokenize
     check()
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -226,13 +220,7 @@ def test_parquet(tmp_path: Path) -> None:
     @given(damaged(original))
     def check(content: bytes) -> None:
         put(path, content)
-
-        def read() -> None:
-            opened = open_source(str(path))
-            if "text" in opened.columns:
-                list(opened.read("text"))
-
-        refusal("Parquet", read)
+        refusal("Parquet", lambda: list(read_tokens(str(path), byte_tokenizer, seq_len=16, streaming=True)))
 
     check()
 

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from distill.data.rows import ChatRows, PackedRows, PaddingCollator
+from distill.data.rows import PaddingCollator
 from distill.data.split import load_rows
 from patches.errors import RetrofitError
 from retrofit.loading import load_tokenizer
-from retrofit.texts.tokens import TokenRows
+from retrofit.texts.chat import ChatTokenizer
 
 TURNS = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
 
@@ -47,9 +47,8 @@ def test_documents_are_packed_in_order_with_an_end_after_each(
     texts = ["w5 w6 w7", "w8", "  ", "w9 w10", "w11 w12 w13"]
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     split = load_rows(source, tokenizer, seq_len=4, holdout=0.34)
-    assert isinstance(split.train, PackedRows)
-    assert split.train.places.tolist() == [[5, 6, 7, 2], [8, 2, 9, 10]]
-    assert split.held_out.batch()[0].tolist() == [[11, 12, 13, 2]]
+    assert split.train.batch()[0].tolist() == [[5, 6, 7, 2], [8, 2, 9, 10]]
+    assert split.held_out.batch()[0].tolist() == [[2, 11, 12, 13]]
     assert split.tokens == {"all": 13, "train": 8, "held_out": 4}
     assert (split.counts.read, split.counts.empty, split.counts.tokens_left_over) == (5, 1, 1)
     assert split.sentence() == "5 documents read; 1 empty, left out; 1 tokens left over that fill no row"
@@ -62,9 +61,9 @@ def test_rows_are_consecutive_and_the_last_tokens_are_held_out(
     stream = torch.tensor([int(word[1:]) for word in text.split()] + [2])
     assert split.tokens["all"] == len(stream) == 3001
     assert (len(split.train), len(split.held_out)) == (48, 12)
-    assert torch.equal(split.train.places.flatten(), stream[:2400].int())
-    assert torch.equal(split.held_out.places.flatten(), stream[2401:3001].int())
-    assert torch.equal(split.held_out[1]["input_ids"], stream[2451:2501])
+    assert torch.equal(split.train.batch()[0].flatten(), stream[:2400])
+    assert torch.equal(split.held_out.batch()[0].flatten(), stream[2400:3000])
+    assert torch.equal(split.held_out[1]["input_ids"], stream[2450:2500])
 
 
 def test_short_documents_are_left_out_and_only_the_first_are_read(
@@ -73,7 +72,7 @@ def test_short_documents_are_left_out_and_only_the_first_are_read(
     texts = ["w5 w6 w7", "w8", "w9 w10 w11", "w12 w13 w14"]
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     split = load_rows(source, tokenizer, seq_len=4, holdout=0.5, min_length=2, max_samples=3)
-    assert [part.places.tolist() for part in (split.train, split.held_out)] == [[[5, 6, 7, 2]], [[9, 10, 11, 2]]]
+    assert [part.batch()[0].tolist() for part in (split.train, split.held_out)] == [[[5, 6, 7, 2]], [[9, 10, 11, 2]]]
     assert split.sentence() == "3 documents read (max_samples: 3); 1 of at most 2 tokens, left out"
 
 
@@ -88,12 +87,9 @@ def test_an_empty_file_is_said_to_be_empty(
         load_rows(str(path), tokenizer, seq_len=4)
 
 
-def test_too_short_says_how_many_tokens_there_are_and_are_needed(
-    text_file: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    with pytest.raises(RetrofitError, match="holds 3001 tokens, and at least 4000 are needed") as error:
-        load_rows(str(text_file), tokenizer, seq_len=400)
-    assert "10% held out" in str(error.value)
+def test_too_short_says_how_many_rows_there_are(text_file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(RetrofitError, match="with 1% of 7 rows of 400 tokens held out, one part is empty"):
+        load_rows(str(text_file), tokenizer, seq_len=400, holdout=0.01)
 
 
 # ---- conversations ----
@@ -103,7 +99,6 @@ def test_conversations_are_rows_with_their_answers_labelled(
     tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     split = load_rows(write_chats(tmp_path / "a.jsonl", 10), chat_tokenizer, seq_len=64, holdout=0.2)
-    assert isinstance(split.train, ChatRows)
     assert (len(split.train), len(split.held_out)) == (8, 2)
     row = split.held_out[1]
     answer = row["input_ids"][row["labels"] != -100]
@@ -151,8 +146,8 @@ def test_the_format_is_seen_by_the_columns_or_said(tmp_path: Path, chat_tokenize
     options: dict[str, Any] = {"seq_len": 20, "holdout": 0.5}
     with pytest.raises(RetrofitError, match="has both 'text' and 'conversations': set data_format"):
         load_rows(both, chat_tokenizer, **options)
-    assert isinstance(load_rows(both, chat_tokenizer, data_format="text", **options).train, PackedRows)
-    assert isinstance(load_rows(both, chat_tokenizer, data_format="chat", **options).train, ChatRows)
+    assert load_rows(both, chat_tokenizer, data_format="text", **options).source.format == "text"
+    assert load_rows(both, chat_tokenizer, data_format="chat", **options).source.format == "chat"
     other = write_lines(tmp_path / "other.jsonl", [{"content": "a"}])
     with pytest.raises(RetrofitError, match="no column 'text' or 'messages' or 'conversations', only 'content'"):
         load_rows(other, chat_tokenizer, **options)
@@ -169,7 +164,7 @@ def test_too_few_conversations_are_said(tmp_path: Path, chat_tokenizer: PreTrain
     source = write_chats(tmp_path / "a.jsonl", 4)
     with pytest.raises(RetrofitError, match="with 10% of 4 conversations held out, one part is empty"):
         load_rows(source, chat_tokenizer, seq_len=64)
-    with pytest.raises(RetrofitError, match="4 records of at most min_length 60 tokens were left out"):
+    with pytest.raises(RetrofitError, match="4 of at most min_length 60 tokens were left out"):
         load_rows(source, chat_tokenizer, seq_len=64, min_length=60)
 
 
@@ -182,13 +177,13 @@ def test_the_second_load_does_not_tokenise(
     source = write_chats(tmp_path / "a.jsonl", 10)
     first = load_rows(source, chat_tokenizer, seq_len=64)
     read = []
-    original = TokenRows.__iter__
+    original = ChatTokenizer.encode
 
-    def counted(self: TokenRows) -> Any:
-        read.append(self.source.name)
-        return original(self)
+    def counted(self: ChatTokenizer, records: Any) -> Any:
+        read.append(len(records))
+        return original(self, records)
 
-    monkeypatch.setattr(TokenRows, "__iter__", counted)
+    monkeypatch.setattr(ChatTokenizer, "encode", counted)
     again = load_rows(source, chat_tokenizer, seq_len=64, holdout=0.3, min_length=1)
     assert not read
     assert torch.equal(first.train[3]["labels"], again.train[3]["labels"])
@@ -224,8 +219,12 @@ def test_the_cache_is_that_of_datasets(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, text_file: Path, datasets_cache: Path
 ) -> None:
     load_rows(str(text_file), tokenizer, seq_len=50)
-    assert len(list(datasets_cache.rglob("*.arrow"))) == 1
-    assert not datasets.are_progress_bars_disabled()
+    assert len(list((datasets_cache / "generator").rglob("*.arrow"))) == 1
+    data = datasets.Dataset.from_dict({"text": [text_file.read_text()]})
+    data.save_to_disk(tmp_path / "saved")
+    before = sorted((tmp_path / "saved").iterdir())
+    load_rows(str(tmp_path / "saved"), tokenizer, seq_len=50)
+    assert sorted((tmp_path / "saved").iterdir()) == before  # nothing is left in the user's folder
 
 
 def test_a_checkpoint_without_tokenizer_is_refused(checkpoint: Path) -> None:
@@ -297,9 +296,9 @@ def test_sources_are_mixed_by_weight(tmp_path: Path, tokenizer: PreTrainedTokeni
     first = [split.train[index]["input_ids"][0].item() for index in range(len(split.train))]
     assert (first.count(5), first.count(6)) == (10, 10)
     assert first[:4].count(5) == 2  # evenly spread
-    held_out = split.held_out.head(6).batch()[0][:, 0].tolist()
+    held_out = split.held_out.select(slice(6)).batch()[0][:, 0].tolist()
     assert (held_out.count(5), held_out.count(6)) == (2, 4)  # by their sizes: nothing is weighed there
-    assert split.tokens == {"all": 240, "train": 120, "held_out": 120}
+    assert split.tokens == {"all": 200, "train": 80, "held_out": 120}  # as a pass reads them
     twice = load_rows(one, tokenizer, seq_len=4, holdout=0.5, mix={two: 2})
     assert len(twice.train) == 10 + 2 * 20
     with pytest.raises(RetrofitError, match="larger weight"):

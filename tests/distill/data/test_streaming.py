@@ -51,9 +51,9 @@ def test_packed_rows_are_those_of_the_whole_text_and_the_first_are_held_out(
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", "text", documents(60))
     whole = load_rows(source, tokenizer, seq_len=20, holdout=0.06)
-    expected = whole.train.places.tolist()
+    expected = whole.train.batch()[0].tolist()
     split = load_rows(source, tokenizer, seq_len=20, streaming=True, eval_rows=3)
-    assert split.held_out.places.tolist() == expected[:3]
+    assert split.held_out.batch()[0].tolist() == expected[:3]
     assert split.held_out_part == "its first 3 rows"
     once = whole.tokens["all"] // 20 - 3  # rows
     rows = ids(split.train, 2 * once)
@@ -97,11 +97,11 @@ def test_datasets_are_streamed_too(tmp_path: Path, tokenizer: PreTrainedTokenize
 def test_a_stream_reads_no_more_than_it_is_asked_for(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = tmp_path / "a.jsonl"
     text = json.dumps({"text": "w5 " * 30})
-    path.write_text("\n".join([*[text] * 2500, "this line is broken"]))
+    path.write_text("\n".join([*[text] * 3000, "this line is broken"]))
     split = load_rows(str(path), tokenizer, seq_len=20, streaming=True, eval_rows=4)
     assert len(ids(split.train, 3000)) == 3000
-    with pytest.raises(RetrofitError, match="line 2501 is not JSON"):
-        ids(split.train, 4000)
+    with pytest.raises(RetrofitError, match="line 3001 is not JSON"):
+        ids(split.train, 5000)
 
 
 @pytest.mark.parametrize("rows", [0, 2])

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 
 from distill import DistillTrainer, distill
 from distill.config import DistillConfig
-from distill.data.rows import DocumentRows
+from distill.data.rows import Rows
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS
-from retrofit.texts import sources, tokens
+from retrofit.texts import tokens
+from retrofit.texts.tokens import TokenRows
 from tests.conftest import tiny_base
 from tests.distill.faults.conftest import KILLS
 from tests.helpers import ROOT
@@ -120,14 +121,14 @@ def test_data_that_fails_in_the_middle_and_comes_back(
     monkeypatch.setattr(tokens, "BATCH", {"text": 2})  # a stream reads on while it trains
     data = {"data": str(place / "documents.jsonl"), "per_device_train_batch_size": 2, "max_length": 30, **keys}
     distill(recipe(place, place / "whole", **data))
-    step, objects, rows, training_step = [0], sources._objects, DocumentRows.__getitem__, DistillTrainer.training_step
+    step, records, rows, training_step = [0], TokenRows.__iter__, Rows.__getitem__, DistillTrainer.training_step
 
     def gone() -> None:
         if step[0] >= 3:
             raise OSError(errno.EIO, os.strerror(errno.EIO), data["data"])
 
-    def failing(path: Path) -> Iterator[Any]:
-        for found in objects(path):
+    def failing(self: TokenRows) -> Iterator[Any]:
+        for found in records(self):
             gone()
             yield found
 
@@ -137,8 +138,8 @@ def test_data_that_fails_in_the_middle_and_comes_back(
 
     with monkeypatch.context() as patched:
         patched.setattr(DistillTrainer, "training_step", count)
-        patched.setattr(sources, "_objects", failing)
-        patched.setattr(DocumentRows, "__getitem__", lambda self, index: (gone(), rows(self, index))[1])
+        patched.setattr(TokenRows, "__iter__", failing)
+        patched.setattr(Rows, "__getitem__", lambda self, index: (gone(), rows(self, index))[1])
         with pytest.raises((OSError, RetrofitError), match="documents"):
             distill(recipe(place, place / "run", **data))
     distill(recipe(place, place / "run", **data), resume=True)

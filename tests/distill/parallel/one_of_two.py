@@ -12,7 +12,7 @@ from torch import Tensor
 
 import retrofit
 from distill.config import DistillConfig
-from distill.data.split import PackedRows
+from distill.data.rows import Rows, pack_tokens
 from distill.parallel.processes import join
 from distill.parallel.zero import find_config
 from distill.trainer import DistillTrainer
@@ -23,7 +23,7 @@ from tests.conftest import tiny_base
 STEPS, STOP, GLOBAL_BATCH = 4, 2, 4  # where ZeRO-3 does not forbid it, the first stage ends where the run is resumed
 
 
-class Uneven(PackedRows):
+class Uneven(Rows):
     """Rows with very different numbers of labels, so that the mean of the processes' means is another number."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -33,7 +33,9 @@ class Uneven(PackedRows):
 
 def rows() -> Uneven:
     """24 rows of 70 tokens."""
-    return Uneven(torch.randint(3, 101, (24 * 70,), generator=torch.Generator().manual_seed(1)), 70)
+    tokens = torch.randint(3, 101, (24 * 70,), generator=torch.Generator().manual_seed(1))
+    packed = pack_tokens(tokens, 70)
+    return Uneven(packed.parts[0], packed.places[:, 1:])
 
 
 def local_steps(mode: str) -> int:
@@ -63,7 +65,7 @@ def trainer_of(folder: Path, batch: int, dtype: torch.dtype = torch.float32, **m
         **more,
     )
     data = rows()
-    return DistillTrainer(model, arguments, data, Uneven(data.places[:5].flatten(), 70))
+    return DistillTrainer(model, arguments, data, data.select(slice(5)))
 
 
 def curve(trainer: DistillTrainer, key: str) -> list[float]:

@@ -11,7 +11,6 @@ import pytest
 
 from distill.data.split import load_rows
 from patches.errors import RetrofitError
-from retrofit.texts import sources
 from retrofit.texts.sources import open_source
 from retrofit.texts.tokens import find_column
 
@@ -60,7 +59,7 @@ WRITERS = [as_jsonl, as_parquet, as_parquet_folder, as_saved, as_saved_splits]
 
 
 def values(source: str | Path, column: str = "text", **options: Any) -> list[Any]:
-    return [value for _, value in open_source(str(source), **options).read(column)]
+    return [record[column] for record in open_source(str(source), **options).data]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -68,9 +67,6 @@ def values(source: str | Path, column: str = "text", **options: Any) -> list[Any
 def test_every_source_gives_its_records_in_order(tmp_path: Path, write: Writer, streaming: bool) -> None:
     path = write(tmp_path, {"text": DOCUMENTS})
     assert values(path, streaming=streaming) == DOCUMENTS
-    opened = open_source(str(path), streaming=streaming)
-    assert "text" in opened.columns
-    assert list(opened.read("text")) == list(opened.read("text"))  # as often as needed
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -80,15 +76,6 @@ def test_conversations_come_as_lists_of_messages(tmp_path: Path, write: Writer) 
         [{"role": "user", "content": "c"}],
     ]
     assert values(write(tmp_path, {"messages": chats}), "messages") == chats
-
-
-@pytest.mark.parametrize("text", ["w5 w6\n\nw7\n", "w5 w6\r\n\r\nw7\r\n"])
-def test_a_text_file_is_one_document_with_its_own_line_ends(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(text.encode("utf-8-sig"))
-    assert values(path) == [text]
-    with pytest.raises(RetrofitError, match="one document, which cannot be streamed"):
-        open_source(str(path), streaming=True)
 
 
 @pytest.mark.parametrize("name", ["user/name", "user/name-v1.5", "name", "user/a.b_c"])
@@ -118,15 +105,29 @@ def test_a_local_folder_has_splits(tmp_path: Path) -> None:
     assert values(as_saved_splits(tmp_path, {"text": DOCUMENTS}), split="test") == DOCUMENTS[:1]
 
 
+def test_text_files_are_documents(tmp_path: Path) -> None:
+    for name, text in (("b.txt", "w5 w6\r\n\r\nw7\r\n"), ("a [1].txt", "\ufeffw8")):
+        (tmp_path / name).write_bytes(text.encode())
+    assert values(tmp_path / "b.txt") == ["w5 w6\r\n\r\nw7\r\n"]
+    assert values(tmp_path / "a [1].txt") == ["w8"]  # without the mark that some editors put in front
+    (tmp_path / "README.md").write_text("no text")
+    assert values(tmp_path) == ["w8", "w5 w6\r\n\r\nw7\r\n"]
+    (tmp_path / "b.JSONL").write_text('\ufeff{"text": "to be"}\n', encoding="utf-8")
+    assert values(tmp_path / "b.JSONL") == ["to be"]
+    (tmp_path / "c.json").write_text("[]")
+    with pytest.raises(RetrofitError, match="JSON Lines"):
+        open_source(str(tmp_path / "c.json"))
+
+
 @pytest.mark.parametrize(
     ("write", "options", "said"),
     [
-        (as_jsonl, {"split": "test"}, "data_split: .* is a file and has no splits"),
-        (as_jsonl, {"name": "en"}, "data_name: .* is a file and has none"),
-        (as_parquet, {"revision": "main"}, "data_revision: .* is a file and has none"),
-        (as_saved, {"revision": "main"}, "data_revision: .* is a local folder and has none"),
-        (as_saved, {"name": "en"}, "data_name: .* was saved by datasets and has none"),
-        (as_saved, {"split": "test"}, "data_split: .* was saved without splits"),
+        (as_jsonl, {"name": "en"}, "data_name: .* is no dataset of the Hub and has none"),
+        (as_parquet, {"revision": "main"}, "data_revision: .* is no dataset of the Hub and has none"),
+        (as_saved, {"name": "en"}, "data_name: .* is no dataset of the Hub and has none"),
+        (as_parquet_folder, {"revision": "main"}, "data_revision: .* is no dataset of the Hub and has none"),
+        (as_jsonl, {"split": "test"}, "has no split 'test', only 'train'"),
+        (as_saved, {"split": "test"}, "has no split 'test', only 'train'"),
     ],
 )
 def test_options_that_a_source_has_not_are_refused(
@@ -138,21 +139,25 @@ def test_options_that_a_source_has_not_are_refused(
 
 BAD_LINES = {
     "not JSON": (b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
-    "no text": (b'{"text": "a"}\n\n{"txt": "b"}\n', "line 3 has no 'text', only 'txt'"),
+    "no text": (b'{"text": "a"}\n\n{"txt": "b"}\n', "line 3: 'text' is null, not a string"),
     "no object": (b'{"text": "a"}\n[1]\n', "line 2 is a list: every line must be one object"),
     "not UTF-8": (b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not UTF-8"),
+    "a number": (b'{"text": "a"}\n{"text": 1}\n', "line 2: 'text' is a number, not a string"),
     "too deep": (b"[" * 100_000, "line 1 is not JSON"),
     "too long a number": (b'{"text": ' + b"1" * 5000 + b"}", "line 1 is not JSON"),
 }
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("content", "said"), BAD_LINES.values(), ids=BAD_LINES)
-def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_bad_line_is_one_sentence(
+    tmp_path: Path, chat_tokenizer: Any, content: bytes, said: str, streaming: bool
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     with pytest.raises(RetrofitError) as error:
-        values(path)
-    assert f"{path}, {said}" in str(error.value)
+        load_rows(str(path), chat_tokenizer, seq_len=2, streaming=streaming)
+    assert str(error.value).startswith(f"{path}, {said}")
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "some/folder/missing.jsonl", "a/b.jsonl", "./missing", "~/missing"])
@@ -165,57 +170,25 @@ def test_a_missing_path_is_said_without_asking_the_hub(name: str, monkeypatch: p
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     path = as_parquet(tmp_path, {"text": DOCUMENTS})
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RetrofitError, match="cannot be read: ArrowInvalid"):
+    with pytest.raises(RetrofitError, match=r"a.parquet cannot be read: ArrowInvalid"):
         values(path)
 
 
-def test_json_lines_by_any_name_and_no_json(tmp_path: Path) -> None:
-    line = '\ufeff{"text": "to be"}\n'  # with the mark that some editors put in front
-    for name in ("a.ndjson", "b.JSONL"):
-        (tmp_path / name).write_text(line, encoding="utf-8")
-        assert values(tmp_path / name) == ["to be"]
-    (tmp_path / "c.json").write_text("[]")
-    with pytest.raises(RetrofitError, match="JSON Lines"):
-        open_source(str(tmp_path / "c.json"))
-
-
-def test_a_file_that_changed_has_another_identity(tmp_path: Path) -> None:
-    path = as_jsonl(tmp_path, {"text": DOCUMENTS})
-    before = open_source(str(path)).identity
-    assert open_source(str(path)).identity == before
-    path.write_text(path.read_text() + " ")
-    assert open_source(str(path)).identity != before
-
-
-def test_what_stands_beside_a_conversation_is_said_not_to_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = {"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    assert find_column(open_source(str(tmp_path / "a.jsonl")), "auto") == "conversations"
+def test_what_stands_beside_a_conversation_is_said_not_to_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_column("a", ["system", "conversations"], "auto") == "conversations"
     assert "also has 'system', which is not read" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_opened_or_read_is_one_sentence(
-    tmp_path: Path, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, datasets_cache: Path
+def test_a_full_disk_is_not_blamed_on_the_source(
+    tmp_path: Path, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
     path = as_jsonl(tmp_path, {"text": DOCUMENTS})
-
-    def broken(*_: Any) -> Any:
-        yield from [("here", "a")] * 3
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(sources, "_jsonl", broken)
-    for streaming in (False, True):
-        with pytest.raises(RetrofitError, match=r"row 3 cannot be read: OSError: .*Input/output error"):
-            load_rows(str(path), chat_tokenizer, seq_len=2, streaming=streaming)
-
-    def closed(*_: Any) -> None:
-        raise PermissionError(13, "no")
-
-    monkeypatch.setattr(Path, "open", closed)
-    with pytest.raises(RetrofitError, match="cannot be read: PermissionError"):
-        open_source(str(path))
+    monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "write", full)
+    with pytest.raises(RetrofitError, match=r"the cache of datasets has no room for .*: make room there"):
+        load_rows(str(path), chat_tokenizer, seq_len=2)
 
 
 def test_what_is_neither_file_nor_folder_is_one_sentence(tmp_path: Path, chat_tokenizer: Any) -> None:
@@ -228,22 +201,6 @@ def test_what_is_neither_file_nor_folder_is_one_sentence(tmp_path: Path, chat_to
     if Path("/proc/self/mem").is_file():  # a file that fails at the first byte
         with pytest.raises(RetrofitError, match="/proc/self/mem cannot be read: Input/output error"):
             load_rows("/proc/self/mem", chat_tokenizer, seq_len=2)
-
-
-def test_a_full_disk_is_not_blamed_on_the_source(
-    tmp_path: Path, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, datasets_cache: Path
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    path = as_jsonl(tmp_path, {"text": DOCUMENTS})
-    said = r"the cache of datasets has no room for .*\(No space left on device\): make room there"
-    monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "write", full)
-    with pytest.raises(RetrofitError, match=said):
-        load_rows(str(path), chat_tokenizer, seq_len=2)
-    monkeypatch.setattr(datasets, "load_dataset", full)
-    with pytest.raises(RetrofitError, match=said):
-        open_source(str(tmp_path))
 
 
 def test_a_parquet_file_without_rows_is_empty(tmp_path: Path, chat_tokenizer: Any, datasets_cache: Path) -> None:

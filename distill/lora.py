@@ -7,7 +7,6 @@ the second: it stays the base as it was published. With LoRA the student no long
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from patches.errors import RetrofitError, first_line, nearest
 from retrofit.adapter import PREFIX, WEIGHTS
-from retrofit.settings import setting, settings
 
 FOLDER = "lora"
-CHOOSING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+# the other fields of peft.LoraConfig that a recipe may set; peft has their defaults, and checks their values
+FIELDS = ["r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"]
+FIELDS += ["target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # of the attention: where the memory joins
 # fields that train or change what the teacher shares, and what they may say
 UNTOUCHED: dict[str, tuple[Any, ...]] = {
@@ -34,32 +34,11 @@ UNTOUCHED: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Fields:
-    """The other fields of ``peft.LoraConfig`` that a recipe may set; their defaults are peft's."""
-
-    r: int = setting(8, "Rank.", least=1, most=16384)
-    lora_alpha: float = setting(8.0, "Scale, times r.", above=0, most=1_000_000)
-    lora_dropout: float = setting(0.0, "Share of the inputs that is dropped.", least=0, below=1)
-    rank_pattern: dict[str, int] = setting(dict, "Ranks of single layers.")
-    alpha_pattern: dict[str, float] = setting(dict, "Scales of single layers.")
-    target_modules: tuple[str, ...] = setting((), "Layers by the ends of their names, or one regular expression.")
-    exclude_modules: tuple[str, ...] = setting((), "Layers that stay as they are, in the same way.")
-    layers_to_transform: tuple[int, ...] = setting((), "Numbers of the decoder's layers.", least=0)
-    layers_pattern: tuple[str, ...] = setting((), "Name of the list that holds the decoder's layers.")
-    use_rslora: bool = setting(False, "Divide lora_alpha by the root of r.")
-    use_dora: bool = setting(False, "Weight-decomposed LoRA.")
-
-
-FIELDS = settings(Fields)
-PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}  # whose values are like which field's
-
-
 def check_settings(given: dict[str, Any]) -> None:
     """Refuse what is no field of ``peft.LoraConfig`` that can be set here, or would change the teacher.
 
     Raises:
-        RetrofitError: either, a value that the field cannot have, or peft is not installed.
+        RetrofitError: either, or peft is not installed.
     """
     if find_spec("peft") is None:
         raise RetrofitError("lora needs peft: pip install 'retrofit-lm[peft]'")
@@ -68,36 +47,12 @@ def check_settings(given: dict[str, Any]) -> None:
             if value not in UNTOUCHED[name]:
                 choices = " or ".join(map(repr, UNTOUCHED[name]))
                 raise RetrofitError(f"lora: {name} {value!r} would change the teacher too: set it to {choices}")
-            continue
-        if name not in FIELDS:
+        elif name not in FIELDS:
             known = [*FIELDS, *UNTOUCHED]
             raise RetrofitError(
                 f"lora: {name!r} is not a field of peft.LoraConfig that a run can set{nearest(str(name), known)}: "
                 f"those are {', '.join(known)}"
             )
-        try:
-            _check(name, value)
-        except RetrofitError as error:
-            raise RetrofitError(f"lora: {error}") from None
-    if {"layers_to_transform", "layers_pattern"} & given.keys() and isinstance(given.get("target_modules"), str):
-        raise RetrofitError("lora: layers_to_transform and layers_pattern need a list as target_modules, not a text")
-    if "layers_pattern" in given and "layers_to_transform" not in given:
-        raise RetrofitError("lora: layers_pattern says where the layers are that layers_to_transform names: give both")
-
-
-def _check(name: str, value: Any) -> None:
-    key = FIELDS[name]
-    one = key.kind is tuple and type(value) in (str, int)  # peft takes a single one for a list of one
-    key.check([value] if one else value)
-    if name in PATTERNS:
-        for part in value.values():
-            replace(FIELDS[PATTERNS[name]], name=name).check(part)
-    expressions = [value] if one and key.item is str else [*value] if name in PATTERNS else []
-    for text in expressions:
-        try:
-            re.compile(text)
-        except re.error as error:
-            raise RetrofitError(f"{name}: {text!r} is not a regular expression ({error})") from None
 
 
 def add_lora(model: Any, given: dict[str, Any]) -> None:
@@ -117,16 +72,13 @@ def add_lora(model: Any, given: dict[str, Any]) -> None:
     settings = {"target_modules": PROJECTIONS, "task_type": "CAUSAL_LM", **given, "exclude_modules": _excluded(given)}
     try:
         LoraModel(model, {"default": LoraConfig(**settings)}, "default")
-    except Exception:  # of any type: what peft's use of a name that is none happens to raise
-        wrapped = False
-    else:
-        wrapped = bool(lora_layers(model))
-    if not wrapped:
-        chosen = {name: given[name] for name in CHOOSING if name in given}
+        if not lora_layers(model):
+            raise ValueError("they stand for no layers")
+    except Exception as error:  # of any type: what peft's use of a wrong value happens to raise
         raise RetrofitError(
-            f"lora: {chosen or 'the attention'} stands for no layers, or for some that peft cannot wrap: name linear "
-            f"layers of the base, such as {', '.join(PROJECTIONS)}"
-        )
+            f"lora: peft cannot use these fields ({first_line(error)}): correct them, and name linear layers of the "
+            f"base as target_modules, such as {', '.join(PROJECTIONS)}"
+        ) from None
     if {model.get_input_embeddings(), model.get_output_embeddings()} & set(lora_layers(model)):
         raise RetrofitError("lora: the teacher shares the embedding and the head: remove them from target_modules")
     for parameter in trained:  # peft freezes all but its own

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sized
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
@@ -123,23 +123,7 @@ def _distill(
         check_vocabulary(tokenizer, config)
         beyond, reach = budgets(recipe, config)
         console.print(f"reading {data}", highlight=False)
-        split = load_rows(
-            data,
-            tokenizer,
-            seq_len=recipe.max_length,
-            holdout=recipe.holdout,
-            eval_rows=recipe.eval_rows,
-            name=recipe.data_name,
-            revision=recipe.data_revision,
-            split=recipe.data_split,
-            data_format=recipe.data_format,
-            min_length=recipe.min_length,
-            max_samples=recipe.max_samples,
-            streaming=recipe.streaming,
-            packing=recipe.packing,
-            mix=recipe.mix,
-            eval_data=recipe.eval_data,
-        )
+        split = load_rows(recipe, tokenizer)
     if recipe.max_steps < 1 and isinstance(split.train, Sized):
         recipe.max_steps = steps_of(recipe, len(split.train), processes.count)
     split.check_scored(beyond, recipe.eval_rows)
@@ -175,10 +159,9 @@ def _distill(
             write_json(output / DATA_FILE, found | {"launch": launch_of()})  # first: whose the folder is from here on
             write_text(output / RECIPE_FILE, dump_yaml(recipe.to_recipe()))
 
-    fit = _Fit(model, recipe, split, checkpoint, processes, console)
     try:
         with no_empty_folders(output):
-            trainer, state = fit.run(begin)
+            trainer, state = _train(model, recipe, split, checkpoint, processes, console, begin)
         if recipe.streaming:  # only now is it known
             console.print(split.sentence(), highlight=False, soft_wrap=True)
         rows = compare(model, recipe, split, seconds(state), console, processes)
@@ -288,65 +271,61 @@ class _Begin(TrainerCallback):
         self.begin = lambda: None
 
 
-@dataclass
-class _Fit:
-    """The training of ``model``, from ``checkpoint`` if there is one."""
+def _train(
+    model: Any,
+    recipe: DistillConfig,
+    split: Split,
+    checkpoint: Path | None,
+    processes: Processes,
+    console: Console,
+    begin: Callable[[], None],
+) -> tuple[DistillTrainer | None, TrainerState]:
+    """Train ``model`` from ``checkpoint``, if there is one; there is no trainer if that is the last step's.
 
-    model: Any
-    recipe: DistillConfig
-    split: Split
-    checkpoint: Path | None
-    processes: Processes
-    console: Console
+    Args:
+        begin: called when nothing can be refused any more, right before the first step is applied if there is one.
 
-    def run(self, begin: Callable[[], None]) -> tuple[DistillTrainer | None, TrainerState]:
-        """Train; there is no trainer if the checkpoint is the last step's.
-
-        Args:
-            begin: called when nothing can be refused any more, right before the first step is applied if there is one.
-
-        Raises:
-            KeyboardInterrupt: asked to stop; a checkpoint was written.
-        """
-        recipe, checkpoint = self.recipe, self.checkpoint
-        done = step_of(checkpoint) if checkpoint else 0
-        if checkpoint is not None:
-            state = TrainerState.load_from_json(str(checkpoint / STATE))
-            if done >= recipe.max_steps or Patience.over(recipe, state):
-                begin()
-                if (recipe.patience or recipe.load_best_model_at_end) and state.best_model_checkpoint:
-                    checkpoint = Path(str(recipe.output_dir)) / Path(state.best_model_checkpoint).name
-                load_memory_weights(self.model.to(self.processes.device), checkpoint / WEIGHTS)
-                if recipe.lora:
-                    load_lora(self.model, checkpoint / LORA)
-                return None, state
-        held_out = self.split.held_out.select(slice(recipe.eval_rows))
-        trainer = DistillTrainer(self.model, recipe, self.split.train, held_out, self.split.collator)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_Begin(begin))
-        if recipe.patience:
-            trainer.add_callback(Patience(recipe.patience))
-        trainer.add_callback(RunLog(Path(str(recipe.output_dir)) / "log.jsonl"))
-        rows_per_step = recipe.train_batch_size * recipe.gradient_accumulation_steps * recipe.world_size
-        rows = len(self.split.train) if isinstance(self.split.train, Sized) else None
-        with (
-            progress_bar("distilling", recipe.max_steps, done, self.console) as bar,
-            StopOnSignal(self.console) as stop,
-            agreeing(recipe.to_recipe()["deepspeed"]),
-        ):
-            trainer.add_callback(ShowProgress(bar, self.split.row_tokens, rows_per_step, rows))
-            trainer.add_callback(stop)
-            if recipe.torch_compile:
-                self.console.print("compiling: the first step takes minutes, however small the base")
-            try:
-                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            except UnpicklingError:  # the Trainer reads a checkpoint's optimizer and random states with weights_only
-                raise RetrofitError(
-                    f"{checkpoint} holds objects other than tensors, which could run code when they are read: delete "
-                    "it, and --resume from the one before"
-                ) from None
-        # what is saved is scored, without the autocast that bf16 and fp16 train with
-        trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-        if stop.stopped:
-            raise KeyboardInterrupt
-        return trainer, trainer.state
+    Raises:
+        KeyboardInterrupt: asked to stop; a checkpoint was written.
+    """
+    done = step_of(checkpoint) if checkpoint else 0
+    if checkpoint is not None:
+        state = TrainerState.load_from_json(str(checkpoint / STATE))
+        if done >= recipe.max_steps or Patience.over(recipe, state):
+            begin()
+            if (recipe.patience or recipe.load_best_model_at_end) and state.best_model_checkpoint:
+                checkpoint = Path(str(recipe.output_dir)) / Path(state.best_model_checkpoint).name
+            load_memory_weights(model.to(processes.device), checkpoint / WEIGHTS)
+            if recipe.lora:
+                load_lora(model, checkpoint / LORA)
+            return None, state
+    held_out = split.held_out.select(slice(recipe.eval_rows))
+    trainer = DistillTrainer(model, recipe, split.train, held_out, split.collator)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(_Begin(begin))
+    if recipe.patience:
+        trainer.add_callback(Patience(recipe.patience))
+    trainer.add_callback(RunLog(Path(str(recipe.output_dir)) / "log.jsonl"))
+    rows_per_step = recipe.train_batch_size * recipe.gradient_accumulation_steps * recipe.world_size
+    rows = len(split.train) if isinstance(split.train, Sized) else None
+    with (
+        progress_bar("distilling", recipe.max_steps, done, console) as bar,
+        StopOnSignal(console) as stop,
+        agreeing(recipe.to_recipe()["deepspeed"]),
+    ):
+        trainer.add_callback(ShowProgress(bar, split.row_tokens, rows_per_step, rows))
+        trainer.add_callback(stop)
+        if recipe.torch_compile:
+            console.print("compiling: the first step takes minutes, however small the base")
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        except UnpicklingError:  # the Trainer reads a checkpoint's optimizer and random states with weights_only
+            raise RetrofitError(
+                f"{checkpoint} holds objects other than tensors, which could run code when they are read: delete "
+                "it, and --resume from the one before"
+            ) from None
+    # what is saved is scored, without the autocast that bf16 and fp16 train with
+    trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    if stop.stopped:
+        raise KeyboardInterrupt
+    return trainer, trainer.state

@@ -12,6 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import retrofit
+from distill.data import split
+from distill.data.split import Split
+from distill.recipe import DistillKeys
 from patches.kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +55,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": True},
     ),
 }
+
+
+def load_rows(data: Any, tokenizer: Any, **keys: Any) -> Split:
+    """What a run reads of ``data`` with these keys of a recipe."""
+    return split.load_rows(DistillKeys(data=str(data), **keys), tokenizer)
 
 
 def awaken(model: Any, push: float = 0.1) -> Any:

@@ -29,18 +29,3 @@ class Counts:
         """Set all counts to 0."""
         for field in fields(self):
             setattr(self, field.name, 0)
-
-    def sentence(self, unit: str, seq_len: int, min_length: int, max_samples: int | None) -> str:
-        """The counts as one sentence; ``unit`` says what a record is."""
-        parts = [f"{self.read:,} {unit} read"]
-        if max_samples is not None and self.read >= max_samples:
-            parts[0] += f" (max_samples: {max_samples:,})"
-        if self.empty:
-            parts.append(f"{self.empty:,} empty, left out")
-        if min_length:
-            parts.append(f"{self.short:,} of at most {min_length:,} tokens, left out")
-        if self.truncated:
-            parts.append(f"{self.truncated:,} cut to {seq_len:,} tokens, {self.tokens_cut:,} tokens lost")
-        if self.tokens_left_over:
-            parts.append(f"{self.tokens_left_over:,} tokens left over that fill no row")
-        return "; ".join(parts)

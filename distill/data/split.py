@@ -1,7 +1,7 @@
 """Data in, rows out: open a source, tokenise it once, keep a part held out. The one entry point is ``load_rows``."""
 
 import filecmp
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from distill.data.counts import Counts
 from distill.data.rows import PaddingCollator, Rows, cut_records, mix_rows, pack_tokens
 from distill.data.streaming import StreamedRows
+from distill.recipe import DistillKeys
 from patches.errors import RetrofitError
 from retrofit.texts.chat import IGNORED
 from retrofit.texts.sources import Source
@@ -28,7 +29,7 @@ class Split:
         held_out_part: the held-out part in words, for model cards.
         counts: what was read and left out; of a stream, so far.
         collator: how rows become a batch; None where they all have one length.
-        source, min_length, max_samples: what was read, what had to be longer, and how many records were asked for.
+        source, keys: what was read, and the recipe.
     """
 
     train: Rows | StreamedRows
@@ -37,8 +38,7 @@ class Split:
     counts: Counts
     collator: PaddingCollator | None
     source: TokenRows
-    min_length: int
-    max_samples: int | None
+    keys: DistillKeys
 
     def check_scored(self, start: int, count: int) -> None:
         """Refuse to measure on ``count`` held-out rows of which nothing from position ``start`` on is labelled.
@@ -80,42 +80,29 @@ class Split:
 
     def sentence(self) -> str:
         """What was read, left out and cut, in one line."""
-        return self.counts.sentence(self.unit, self.source.seq_len, self.min_length, self.max_samples)
+        counts, least = self.counts, self.keys.min_length
+        limit = self.keys.max_samples
+        parts = [f"{counts.read:,} {self.unit} read"]
+        if limit is not None and counts.read >= limit:
+            parts[0] += f" (max_samples: {limit:,})"
+        if counts.empty:
+            parts.append(f"{counts.empty:,} empty, left out")
+        if least:
+            parts.append(f"{counts.short:,} of at most {least:,} tokens, left out")
+        if counts.truncated:
+            cut = f"{counts.truncated:,} cut to {self.keys.max_length:,} tokens"
+            parts.append(f"{cut}, {counts.tokens_cut:,} tokens lost")
+        if counts.tokens_left_over:
+            parts.append(f"{counts.tokens_left_over:,} tokens left over that fill no row")
+        return "; ".join(parts)
 
 
-def load_rows(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    seq_len: int,
-    holdout: float = 0.1,
-    eval_rows: int = 48,
-    name: str | None = None,
-    revision: str | None = None,
-    split: str = "train",
-    data_format: str = "auto",
-    min_length: int = 0,
-    max_samples: int | None = None,
-    streaming: bool = False,
-    packing: bool = True,
-    mix: Mapping[str, float] | None = None,
-    eval_data: str | None = None,
-) -> Split:
-    """Read ``source``, tokenise it and hold a part of it out: of packed text the last rows, of conversations and
+def load_rows(keys: DistillKeys, tokenizer: PreTrainedTokenizerBase) -> Split:
+    """Read and tokenise ``data`` and hold a part of it out: of packed text the last rows, of conversations and
     documents the last ones, of a stream the first rows.
 
     Args:
-        source: anything :func:`retrofit.texts.sources.open_source` opens; ``name``, ``revision`` and ``split`` are its.
-        seq_len: tokens per packed row, and the most that are kept of a conversation.
-        holdout: share of the rows or conversations held out.
-        eval_rows: rows held out of a stream, which has no known end to take a share of.
-        data_format: ``text`` (packed), ``chat`` (a row per conversation, answers labelled) or ``auto``.
-        min_length: records of at most so many tokens are left out, and counted.
-        max_samples: read only so many records of each source, the first ones.
-        streaming: read and tokenise while training instead of before.
-        packing: join documents and cut the stream into rows; otherwise each document has rows of its own.
-        mix: further sources, and how often each of their rows is read in a pass.
-        eval_data: a source that is held out as a whole, instead of a part of the others.
+        keys: a recipe, of which those of the data are read.
 
     Raises:
         RetrofitError: the source cannot be read, holds a malformed record, or too little for both parts; what is to be
@@ -125,35 +112,32 @@ def load_rows(
     collator = PaddingCollator(next(token for token in pads if token is not None))
 
     def read(source: str, holdout: float, **where: Any) -> Split:
-        stream = streaming and holdout < 1
-        how = {"data_format": data_format, "max_samples": max_samples, "streaming": stream, **where}
-        rows = read_tokens(source, tokenizer, seq_len=seq_len, **how)
-        packed = packing and rows.format == "text"
-        if stream:
-            parts: tuple[Any, Rows, str, Counts] = _stream(rows, packed, min_length, eval_rows if holdout else 0)
-        else:
-            parts = _hold_out(rows, packed, min_length, holdout)
-        return Split(*parts, None if packed else collator, rows, min_length, max_samples)
+        stream = keys.streaming and holdout < 1
+        how = {"data_format": keys.data_format, "max_samples": keys.max_samples, "streaming": stream, **where}
+        rows = read_tokens(source, tokenizer, seq_len=keys.max_length, **how)
+        packed = keys.packing and rows.format == "text"
+        parts: tuple[Any, Rows, str, Counts] = (_stream if stream else _hold_out)(rows, packed, keys, holdout)
+        return Split(*parts, None if packed else collator, rows, keys)
 
-    share = 0.0 if eval_data else holdout
-    found = read(source, share, name=name, revision=revision, split=split)
-    others = mix or {}
-    parts = [found, *(read(other, share) for other in others)]
-    if others:
-        found = _mixed(parts, [1.0, *others.values()], collator)
-    if eval_data:
-        other = read(eval_data, 1.0)
-        by_name = [*others, *([source] if (name, revision, split) == (None, None, "train") else [])]
-        if eval_data in by_name or any(_alike(part.source.source, other.source.source) for part in parts):
+    share = 0.0 if keys.eval_data else keys.holdout
+    where = {"name": keys.data_name, "revision": keys.data_revision, "split": keys.data_split}
+    found = read(str(keys.data), share, **where)
+    parts = [found, *(read(other, share) for other in keys.mix)]
+    if keys.mix:
+        found = _mixed(parts, [1.0, *keys.mix.values()], collator)
+    if keys.eval_data:
+        other = read(keys.eval_data, 1.0)
+        by_name = [*keys.mix, *([keys.data] if [*where.values()] == [None, None, "train"] else [])]
+        if keys.eval_data in by_name or any(_alike(part.source.source, other.source.source) for part in parts):
             raise RetrofitError(
-                f"eval_data: {eval_data} is trained on, too: give another text, or leave eval_data out, so that a part "
-                "of the data is held out"
+                f"eval_data: {keys.eval_data} is trained on, too: give another text, or leave eval_data out, so that a "
+                "part of the data is held out"
             )
         found = replace(
             found,
             held_out=other.held_out,
-            held_out_part=f"all of {eval_data}",
-            counts=found.counts if streaming else _sum([found.counts, other.counts]),
+            held_out_part=f"all of {keys.eval_data}",
+            counts=found.counts if keys.streaming else _sum([found.counts, other.counts]),
             collator=found.collator or other.collator,
         )
     return found
@@ -166,7 +150,7 @@ def _alike(one: Source, other: Source) -> bool:
     return one.identity == other.identity
 
 
-def _hold_out(rows: TokenRows, packed: bool, min_length: int, holdout: float) -> tuple[Rows, Rows, str, Counts]:
+def _hold_out(rows: TokenRows, packed: bool, keys: DistillKeys, holdout: float) -> tuple[Rows, Rows, str, Counts]:
     """Rows to train on and those held out, the last ones; a record that is not packed stays in one of the two."""
     import pyarrow.compute as pc
 
@@ -174,7 +158,7 @@ def _hold_out(rows: TokenRows, packed: bool, min_length: int, holdout: float) ->
     table = records.with_format("arrow")[:]
     sizes, counts = pc.list_value_length(table["input_ids"]).to_numpy(), Counts()
     pairs = zip(table["length"].to_pylist(), sizes.tolist(), strict=True)
-    kept = np.flatnonzero([counts.add(length, size, min_length) for length, size in pairs])
+    kept = np.flatnonzero([counts.add(length, size, keys.min_length) for length, size in pairs])
     data = records if len(kept) == len(records) else records.select(kept)
     if packed and len(kept):
         parts = [chunk.flatten().to_numpy() for chunk in data.with_format("arrow")[:]["input_ids"].chunks]
@@ -188,7 +172,7 @@ def _hold_out(rows: TokenRows, packed: bool, min_length: int, holdout: float) ->
     count = int(numbers[-1]) + 1 if len(found) else 0
     cut = count - round(count * holdout)
     if not count or not (cut or holdout == 1) or not (cut < count or holdout == 0):
-        short = f"; {counts.short} of at most min_length {min_length} tokens were left out" if counts.short else ""
+        short = f"; {counts.short} of at most min_length {keys.min_length} tokens were left out" if counts.short else ""
         if not len(kept):
             raise RetrofitError(f"{rows.source.name} is empty: there is nothing in it to learn from{short}")
         raise RetrofitError(
@@ -199,12 +183,13 @@ def _hold_out(rows: TokenRows, packed: bool, min_length: int, holdout: float) ->
     return found.select(numbers < cut), found.select(numbers >= cut), part, counts
 
 
-def _stream(rows: TokenRows, packed: bool, min_length: int, eval_rows: int) -> tuple[StreamedRows, Rows, str, Counts]:
-    """A stream of rows to train on, and its first ones, held out."""
-    first = list(islice(StreamedRows(rows, packed, min_length).read_once(), eval_rows))
-    if eval_rows and not first:
+def _stream(rows: TokenRows, packed: bool, keys: DistillKeys, holdout: float) -> tuple[StreamedRows, Rows, str, Counts]:
+    """A stream of rows to train on, and its first ones, held out if any are."""
+    count = keys.eval_rows if holdout else 0
+    first = list(islice(StreamedRows(rows, packed, keys.min_length).read_once(), count))
+    if count and not first:
         raise RetrofitError(f"{rows.source.name} is too short to fill one row: give more text or a smaller max_length")
-    train = StreamedRows(rows, packed, min_length, len(first))
+    train = StreamedRows(rows, packed, keys.min_length, len(first))
     held_out = cut_records(first, [len(row["input_ids"]) for row in first], rows.seq_len)
     return train, held_out, f"its first {len(first)} rows", train.counts
 

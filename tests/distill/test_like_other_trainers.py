@@ -14,13 +14,13 @@ from distill import DistillTrainer, distill
 from distill.checkpoint import checkpoints
 from distill.config import DistillConfig
 from distill.data.rows import ByLength, pack_tokens
-from distill.data.split import load_rows
 from distill.objective import attention_outputs
 from distill.preflight import check_recipe
 from distill.run import steps_of
 from patches.errors import RetrofitError
 from retrofit import patch
 from retrofit.adapter import WEIGHTS
+from tests.helpers import load_rows
 from tests.hub_server import HubServer
 
 
@@ -105,7 +105,7 @@ def test_lengths_are_known_without_reading_a_row(tmp_path: Path, chat_tokenizer:
     for name, lines in {"a": texts, "b": talks}.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     mix = {str(tmp_path / "b.jsonl"): 0.7}
-    found = load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, seq_len=20, packing=False, mix=mix)
+    found = load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, max_length=20, packing=False, mix=mix)
     for rows in (found.train, found.held_out, found.held_out.select(slice(3)), pack_tokens(torch.arange(100), 30)):
         assert rows.lengths() == [len(rows[index]["input_ids"]) for index in range(len(rows))]
 

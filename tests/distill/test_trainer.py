@@ -16,10 +16,9 @@ from distill import DistillConfig, DistillTrainer
 from distill.checkpoint import checkpoints
 from distill.config import CHECKPOINTING
 from distill.data.rows import Rows, cut_records, cut_row, pack_tokens
-from distill.data.split import load_rows
 from patches.errors import RetrofitError
 from retrofit.evaluation.scores import evaluate
-from tests.helpers import awaken, tokens
+from tests.helpers import awaken, load_rows, tokens
 
 MakeBase = Callable[..., PreTrainedModel]
 Model = Any
@@ -318,7 +317,7 @@ def test_conversations_of_any_length_are_trained_on(
         turns = [("user", "?" * number), ("assistant", "abc" * (number % 9 + 1))]
         lines.append(json.dumps({"conversations": [{"from": role, "value": text} for role, text in turns]}))
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    split = load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, seq_len=64, holdout=0.2)
+    split = load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, max_length=64, holdout=0.2)
     torch.manual_seed(3)
     base = make_base("Qwen2", vocab_size=len(chat_tokenizer))
     model = retrofit.patch(base, memory="ahn-gdn", window=44, sinks=2)

@@ -18,7 +18,6 @@ import retrofit
 from distill import resume
 from distill.checkpoint import damage, write_checksums
 from distill.config import load_recipe
-from distill.data.split import load_rows
 from distill.lora import add_lora, load_lora, save_lora
 from distill.parallel.zero import find_config
 from distill.recipe import DistillKeys, shipped_recipes
@@ -31,7 +30,7 @@ from retrofit.options import pairs
 from retrofit.settings import settings
 from retrofit.texts.chat import ChatTokenizer
 from retrofit.texts.tokens import read_sequences, read_tokens
-from tests.helpers import ROOT
+from tests.helpers import ROOT, load_rows
 from tests.robustness.inputs import BYTES, JUNK, damaged, documents, put, refusal, safetensors, share
 
 # what YAML can say and JSON cannot
@@ -203,7 +202,7 @@ def test_rows_from_json_lines(tmp_path: Path, byte_tokenizer: PreTrainedTokenize
     @given(st.sampled_from([CHAT[1:2] * 3, texts]).flatmap(documents))
     def check(content: Any) -> None:
         put(path, lines(content))
-        refusal("JSONL, tokenised", lambda: load_rows(str(path), tokenizer, seq_len=16, holdout=0.4))
+        refusal("JSONL, tokenised", lambda: load_rows(str(path), tokenizer, max_length=16, holdout=0.4))
 
     check()
 
@@ -330,7 +329,7 @@ def test_texts(content: bytes, tmp_path: Path, byte_tokenizer: PreTrainedTokeniz
     path = tmp_path / "text.txt"
     put(path, content)
     refusal("text", lambda: read_sequences(str(path), byte_tokenizer, length=16))
-    refusal("text", lambda: load_rows(str(path), byte_tokenizer, seq_len=16))
+    refusal("text", lambda: load_rows(str(path), byte_tokenizer, max_length=16))
 
 
 def test_the_junk_is_not_left_to_json(tmp_path: Path) -> None:

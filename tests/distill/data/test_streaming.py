@@ -15,9 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import retrofit
 from distill import DistillConfig, DistillTrainer
-from distill.data.split import Split, load_rows
+from distill.data.split import Split
 from distill.data.streaming import StreamedRows
 from patches.errors import RetrofitError
+from tests.helpers import load_rows
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +51,9 @@ def test_packed_rows_are_those_of_the_whole_text_and_the_first_are_held_out(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", "text", documents(60))
-    whole = load_rows(source, tokenizer, seq_len=20, holdout=0.06)
+    whole = load_rows(source, tokenizer, max_length=20, holdout=0.06)
     expected = whole.train.batch()[0].tolist()
-    split = load_rows(source, tokenizer, seq_len=20, streaming=True, eval_rows=3)
+    split = load_rows(source, tokenizer, max_length=20, streaming=True, eval_rows=3)
     assert split.held_out.batch()[0].tolist() == expected[:3]
     assert split.held_out_part == "its first 3 rows"
     once = whole.tokens["all"] // 20 - 3  # rows
@@ -67,7 +68,7 @@ def test_packed_rows_are_those_of_the_whole_text_and_the_first_are_held_out(
 
 def test_conversations_are_those_of_the_cached_form(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
     source = write_lines(tmp_path / "a.jsonl", "messages", chats(20))
-    options: dict[str, Any] = {"seq_len": 48, "min_length": 44}
+    options: dict[str, Any] = {"max_length": 48, "min_length": 44}
     whole = load_rows(source, chat_tokenizer, holdout=0.2, **options)
     split = load_rows(source, chat_tokenizer, streaming=True, eval_rows=2, **options)
     rows = [part[index] for part in (whole.train, whole.held_out) for index in range(len(part))]
@@ -88,9 +89,9 @@ def test_datasets_are_streamed_too(tmp_path: Path, tokenizer: PreTrainedTokenize
     data = datasets.Dataset.from_dict({"text": documents(40)})
     (tmp_path / "data").mkdir()
     data.save_to_disk(tmp_path / "data") if saved else data.to_parquet(tmp_path / "data" / "train.parquet")
-    split = load_rows(str(tmp_path / "data"), tokenizer, seq_len=20, streaming=True, eval_rows=1)
+    split = load_rows(str(tmp_path / "data"), tokenizer, max_length=20, streaming=True, eval_rows=1)
     lines = write_lines(tmp_path / "a.jsonl", "text", documents(40))
-    other = load_rows(lines, tokenizer, seq_len=20, streaming=True, eval_rows=1)
+    other = load_rows(lines, tokenizer, max_length=20, streaming=True, eval_rows=1)
     assert ids(split.train, 10) == ids(other.train, 10)
 
 
@@ -98,7 +99,7 @@ def test_a_stream_reads_no_more_than_it_is_asked_for(tmp_path: Path, tokenizer: 
     path = tmp_path / "a.jsonl"
     text = json.dumps({"text": "w5 " * 30})
     path.write_text("\n".join([*[text] * 3000, "this line is broken"]))
-    split = load_rows(str(path), tokenizer, seq_len=20, streaming=True, eval_rows=4)
+    split = load_rows(str(path), tokenizer, max_length=20, streaming=True, eval_rows=4)
     assert len(ids(split.train, 3000)) == 3000
     with pytest.raises(RetrofitError, match="line 3001 is not JSON"):
         ids(split.train, 5000)
@@ -108,7 +109,7 @@ def test_a_stream_reads_no_more_than_it_is_asked_for(tmp_path: Path, tokenizer: 
 def test_a_stream_that_is_too_short_says_so(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, rows: int) -> None:
     source = write_lines(tmp_path / "a.jsonl", "text", ["w5 " * (20 * rows + 3)])
     with pytest.raises(RetrofitError, match="is too short"):
-        next(iter(load_rows(source, tokenizer, seq_len=20, streaming=True, eval_rows=2).train))
+        next(iter(load_rows(source, tokenizer, max_length=20, streaming=True, eval_rows=2).train))
 
 
 # ---- in the trainer ----
@@ -117,9 +118,9 @@ def test_a_stream_that_is_too_short_says_so(tmp_path: Path, tokenizer: PreTraine
 def split_of(kind: str, folder: Path, words: PreTrainedTokenizerFast, chat: PreTrainedTokenizerFast) -> Split:
     if kind == "text":
         source = write_lines(folder / "a.jsonl", "text", documents(60))
-        return load_rows(source, words, seq_len=40, streaming=True, eval_rows=2)
+        return load_rows(source, words, max_length=40, streaming=True, eval_rows=2)
     source = write_lines(folder / "a.jsonl", "messages", chats(13))
-    return load_rows(source, chat, seq_len=64, streaming=True, eval_rows=2)
+    return load_rows(source, chat, max_length=64, streaming=True, eval_rows=2)
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
@@ -167,7 +168,7 @@ def test_resuming_a_stream_is_bit_equal(
 
 def test_processes_share_the_rows_of_one(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     source = write_lines(tmp_path / "a.jsonl", "text", documents(60))
-    split = load_rows(source, tokenizer, seq_len=20, streaming=True, eval_rows=3)
+    split = load_rows(source, tokenizer, max_length=20, streaming=True, eval_rows=3)
     assert isinstance(split.train, StreamedRows)
     alone = ids(split.train, 12)
     shares = [ids(IterableDatasetShard(split.train, 2, num_processes=2, process_index=rank), 6) for rank in (0, 1)]

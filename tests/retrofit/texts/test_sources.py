@@ -9,10 +9,10 @@ from typing import Any
 import datasets
 import pytest
 
-from distill.data.split import load_rows
 from patches.errors import RetrofitError
 from retrofit.texts.sources import open_source
 from retrofit.texts.tokens import find_column
+from tests.helpers import load_rows
 
 DOCUMENTS = ["w5 w6 w7", "w8", "w9 w10"]
 
@@ -156,7 +156,7 @@ def test_a_bad_line_is_one_sentence(
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     with pytest.raises(RetrofitError) as error:
-        load_rows(str(path), chat_tokenizer, seq_len=2, streaming=streaming)
+        load_rows(str(path), chat_tokenizer, max_length=2, streaming=streaming)
     assert str(error.value).startswith(f"{path}, {said}")
 
 
@@ -188,7 +188,7 @@ def test_a_full_disk_is_not_blamed_on_the_source(
     path = as_jsonl(tmp_path, {"text": DOCUMENTS})
     monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "write", full)
     with pytest.raises(RetrofitError, match=r"the cache of datasets has no room for .*: make room there"):
-        load_rows(str(path), chat_tokenizer, seq_len=2)
+        load_rows(str(path), chat_tokenizer, max_length=2)
 
 
 def test_what_is_neither_file_nor_folder_is_one_sentence(tmp_path: Path, chat_tokenizer: Any) -> None:
@@ -200,11 +200,11 @@ def test_what_is_neither_file_nor_folder_is_one_sentence(tmp_path: Path, chat_to
             open_source(str(place))
     if Path("/proc/self/mem").is_file():  # a file that fails at the first byte
         with pytest.raises(RetrofitError, match="/proc/self/mem cannot be read: Input/output error"):
-            load_rows("/proc/self/mem", chat_tokenizer, seq_len=2)
+            load_rows("/proc/self/mem", chat_tokenizer, max_length=2)
 
 
 def test_a_parquet_file_without_rows_is_empty(tmp_path: Path, chat_tokenizer: Any, datasets_cache: Path) -> None:
     path = as_parquet(tmp_path, {"text": DOCUMENTS[:0]})
     for streaming in (False, True):
         with pytest.raises(RetrofitError, match=r"is empty|is too short"):
-            load_rows(str(path), chat_tokenizer, seq_len=2, streaming=streaming)
+            load_rows(str(path), chat_tokenizer, max_length=2, streaming=streaming)

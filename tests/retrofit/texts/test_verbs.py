@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from distill.data.split import load_rows
 from patches.errors import RetrofitError
 from retrofit.texts.tokens import read_sequences
+from tests.helpers import load_rows
 from tests.retrofit.texts.test_sources import BAD_LINES, WRITERS, Writer
 from tests.test_cli import refused, run
 
@@ -37,8 +37,8 @@ def test_every_source_gives_the_rows_that_are_trained_on(
     source = str(write(tmp_path, {"text": TEXTS}))
     split = "test" if source.endswith("splits") else "train"
     (tmp_path / "held-out.txt").write_text(TEXTS[0])
-    how = {"packing": False, "split": split, "eval_data": str(tmp_path / "held-out.txt")}
-    trained = load_rows(source, byte_tokenizer, seq_len=50, **how)
+    how = {"packing": False, "data_split": split, "eval_data": str(tmp_path / "held-out.txt")}
+    trained = load_rows(source, byte_tokenizer, max_length=50, **how)
     whole = [row for row in (trained.train[at]["input_ids"] for at in range(len(trained.train))) if len(row) == 50]
     assert read_sequences(source, byte_tokenizer, length=50).tolist() == [row.tolist() for row in whole]
     assert len(whole) == (10 if split == "test" else 24)
@@ -47,7 +47,7 @@ def test_every_source_gives_the_rows_that_are_trained_on(
 def test_conversations_are_read_through_the_template(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"messages": CHAT}) for _ in range(5)))
-    trained = load_rows(str(path), chat_tokenizer, seq_len=400, holdout=0.2)
+    trained = load_rows(str(path), chat_tokenizer, max_length=400, holdout=0.2)
     rows = read_sequences(str(path), chat_tokenizer, length=200)
     assert rows.tolist() == [trained.train[0]["input_ids"][:200].tolist()] * 5
 
@@ -79,4 +79,4 @@ def test_of_texts_beside_conversations_the_texts_are_read(
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT, "text": "x" * 9}))
     assert chat_tokenizer.decode(read_sequences(str(tmp_path / "a.jsonl"), chat_tokenizer, length=9)[0]) == "x" * 9
     with pytest.raises(RetrofitError, match="set data_format"):
-        load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, seq_len=9)
+        load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, max_length=9)

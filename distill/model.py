@@ -64,12 +64,8 @@ def _patched(recipe: DistillConfig, fresh: bool) -> Any:
         return retrofit.patch(
             base,
             memory=recipe.memory,
-            window=recipe.window,
-            sinks=recipe.sinks,
-            layers=recipe.layers,
-            others=recipe.others,
-            by_layer=recipe.by_layer,
             model_kwargs=loading,
+            **recipe.of_memory,
             **recipe.options,
         )
     files = [adapter.CONFIG, adapter.WEIGHTS, convert.CONFIG, convert.WEIGHTS]
@@ -86,12 +82,8 @@ def _patched(recipe: DistillConfig, fresh: bool) -> Any:
 def _check_same_memory(recipe: DistillConfig, saved: MemoryConfig, folder: Path) -> None:
     """Refuse weights of another memory than the recipe's; W and S may differ."""
     kind = find_kind(saved.kind)
-    pairs = {
-        "memory": (recipe.memory, saved.kind),
-        "layers": (recipe.layers, saved.layers),
-        "others": (recipe.others, saved.others),
-        "by_layer": (recipe.by_layer, saved.by_layer),
-    }
+    pairs = {"memory": (recipe.memory, saved.kind)}
+    pairs |= {key: (getattr(recipe, key), getattr(saved, key)) for key in ("layers", "others", "by_layer")}
     if recipe.memory == saved.kind:
         pairs["options"] = (kind.read_options(recipe.options), kind.read_options(saved.options, saved=True))
     for key, (ours, theirs) in pairs.items():

@@ -201,12 +201,6 @@ def teaching(model: Any) -> Iterator[None]:
         yield
 
 
-def teacher_states(model: Any, tokens: Batch) -> Tensor:
-    """(B, T, E) hidden states of the base with full attention."""
-    with teaching(model):
-        return hidden_states(model, tokens)
-
-
 @contextmanager
 def attention_outputs(model: Any, wanted: bool = True) -> Iterator[list[Tensor]]:
     """A list that fills with the heads' outputs ``(B, T, H * D)`` of each layer that is fitted, as forward passes run.

@@ -36,15 +36,7 @@ def check_recipe(recipe: DistillConfig) -> None:
 
 def memory_of(recipe: DistillConfig) -> MemoryConfig:
     """The recipe's memory; raises as :func:`patches.kinds.new_memory`."""
-    return new_memory(
-        recipe.memory,
-        recipe.window,
-        recipe.sinks,
-        recipe.layers,
-        recipe.others,
-        recipe.options,
-        by_layer=recipe.by_layer,
-    )
+    return new_memory(recipe.memory, options=recipe.options, **recipe.of_memory)
 
 
 def budgets(recipe: DistillConfig, config: Any) -> tuple[int, int]:

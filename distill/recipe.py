@@ -188,6 +188,11 @@ class DistillKeys(Checked):
     push_to_hub: bool = setting(False, "Send the adapter of every checkpoint to the Hub.")
     hub_model_id: str | None = setting(None, "Repository for push_to_hub: user/name; the folder's name by default.")
 
+    @property
+    def of_memory(self) -> dict[str, Any]:
+        """Where the memory is and what stays beside it, as arguments for :func:`retrofit.patch`."""
+        return {key: getattr(self, key) for key in ("window", "sinks", "layers", "others", "by_layer")}
+
 
 def refuse_renamed(keys: Any, begin: str = "") -> None:
     """Refuse names among ``keys`` that have another one here, mostly that of transformers and TRL.

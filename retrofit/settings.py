@@ -5,7 +5,6 @@ transformers' own dataclasses, which have a help as well. Imports no torch: the 
 what to do.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
@@ -181,12 +180,3 @@ def settings(of: Any) -> dict[str, Setting]:
         kind = kind if kind in WORDS else object
         found[one.name] = Setting(one.name, kind, optional, default, group=group, **more)
     return found
-
-
-def markdown(of: Any) -> str:
-    """The keys of such a dataclass as a table for the docs."""
-    lines = ["| key | values | default | |", "|---|---|---|---|"]
-    for key in settings(of).values():
-        values = ", ".join(f"`{choice}`" for choice in key.choices) or key.range or key.words
-        lines.append(f"| `{key.name}` | {values} | `{json.dumps(key.default)}` | {key.help} |")
-    return "\n".join(lines) + "\n"

@@ -17,7 +17,7 @@ import retrofit
 from benchmarks.speed import cases
 from distill.config import DistillConfig
 from distill.loss import chunked_kl
-from distill.objective import teacher_states
+from distill.objective import teaching
 from distill.preflight import find_trainable
 from distill.trainer import DistillTrainer
 from retrofit.bench.machine import peak_bytes
@@ -35,6 +35,12 @@ COLUMNS = {
     "to": ("of", ""),
     "peak_mib": ("peak MiB", ",.0f"),
 }
+
+
+def teacher_states(model: Any, tokens: dict[str, Tensor]) -> Tensor:
+    """(B, T, E) hidden states of the base with full attention."""
+    with teaching(model):
+        return hidden_states(model, tokens)
 
 
 class Case(cases.Step, RandomModels):

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from patches.errors import RetrofitError, one_of
-from retrofit.evaluation.scores import CHUNK, cached_readers, evaluating, scored_pieces
+from retrofit.evaluation.scores import CHUNK, evaluate
 from retrofit.patching import patch
 from retrofit.table import show_progress
 
@@ -79,12 +78,8 @@ def perplexity_by_size(
 
 def perplexity(model: Any, sequences: Tensor, *, chunk: int = CHUNK) -> float:
     """Perplexity of texts (N, T), each read by itself in chunks of so many tokens; every token but the first counts."""
-    head, total = model.get_output_embeddings(), 0.0
-    with torch.no_grad(), evaluating(model):
-        for text in sequences.to(head.weight.device):
-            for _, scores in scored_pieces(cached_readers({"model": model}), head, text[None], 0, chunk):
-                total += scores["model"][0].sum(dtype=torch.float64).item()
-    return math.exp(total / (len(sequences) * (sequences.shape[1] - 1)))  # the last token has no next one to predict
+    scores = evaluate({"model": model}, sequences, start=0, teacher=False, batch_size=1, chunk=chunk)
+    return math.exp(scores["model"].mean_nll)
 
 
 def table(found: Mapping[str, Mapping[int | None, float]]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:

@@ -13,7 +13,7 @@ import retrofit
 from distill import distill
 from distill.config import DistillConfig
 from distill.lora import add_lora, lora_layers, lora_off, merge_lora
-from distill.objective import teacher_states
+from distill.objective import teaching
 from patches.errors import RetrofitError
 from retrofit.evaluation.baselines import window_only
 from retrofit.fingerprint import fingerprint
@@ -46,7 +46,8 @@ def test_the_teacher_and_the_baseline_have_none(model: PreTrainedModel, base: Pr
     ids = tokens(2, 30)
     with torch.no_grad():
         expected = base.model(ids).last_hidden_state
-    assert torch.equal(teacher_states(model, {"input_ids": ids}), expected)
+    with teaching(model):
+        assert torch.equal(model.model(ids).last_hidden_state, expected)
     plain = retrofit.patch(base, "none", 8, 2)
     assert torch.equal(logits(window_only(model), ids), logits(plain, ids))
     with lora_off(model):

@@ -8,7 +8,7 @@ import pytest
 from distill.recipe import DistillKeys
 from patches.errors import RetrofitError
 from retrofit.evaluation.settings import Settings
-from retrofit.settings import Setting, markdown, settings
+from retrofit.settings import Setting, settings
 
 KEYS = settings(DistillKeys)
 NUMBERS = {
@@ -53,4 +53,8 @@ def test_flags_are_parsed(name: str, text: str, value: object) -> None:
 
 def test_the_docs_hold_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "distillation.md"
-    assert markdown(DistillKeys) in page.read_text(encoding="utf-8")
+    lines = ["| key | values | default | |", "|---|---|---|---|"]
+    for key in KEYS.values():
+        values = ", ".join(f"`{choice}`" for choice in key.choices) or key.range or key.words
+        lines.append(f"| `{key.name}` | {values} | `{json.dumps(key.default)}` | {key.help} |")
+    assert "\n".join(lines) in page.read_text(encoding="utf-8")

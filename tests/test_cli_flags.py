@@ -127,12 +127,9 @@ def test_what_no_flag_says_is_left_as_it_was(seen: list[Any]) -> None:
     ("line", "said"),
     [
         (["distill", "b", "--layers", "[x]"], "layers: ['x'] is not a list of whole numbers"),
-        (["distill", "b", "--lora", "3"], "lora: 3 is not a mapping"),
         (["distill", "b", "--lora", "{r: *a}"], "lora: not a YAML file"),
         (["distill", "b", "--max-steps", "9" * 30], "is out of range, it must be at most"),
-        (["distill", "b", "--learning-rate", "nan"], "learning_rate: nan is out of range, it must be more than 0"),
         (["distill", "b", "--loss", "kll"], "loss: 'kll' is not one of kl, ce, mse (did you mean 'kl'?)"),
-        (["distill", "b", "--seed", "-1"], "seed: -1 is out of range"),
         (["distill", "b", "--adam-beta1", "many"], "'--adam-beta1'"),
         (
             ["distill", "b", "--batch_size", "3"],
@@ -142,9 +139,7 @@ def test_what_no_flag_says_is_left_as_it_was(seen: list[Any]) -> None:
         (["distill", "b", "--options", "{a: 1}", "--option", "a=2"], "--option a is given by another flag, too"),
         (["distill", "b", "--base", "c"], "--base c: the base is b already: leave one of them out"),
         (["patch", "b", "-o", "x", "--option", "rows=3", "--option", "rows=4"], "--option rows is given twice"),
-        (["eval", "m", "--rows", "0"], "eval_rows: 0 is out of range, it must be 1 or more"),
         (["eval", "m", "--length", "0"], "lengths: 0 is out of range, it must be 1 or more"),
-        (["eval", "m", "--depth", "nan"], "depths: nan is out of range"),
         (["eval", "m", "--dtype", "int8"], "dtype: 'int8' is not one of"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -62,22 +62,19 @@ def distances(rows: Sequence[Contender], length: int) -> list[int]:
 
 
 def _score(rows: Sequence[Contender], ids: Tensor, start: int, edges: list[int], chunk: int) -> dict[str, Any]:
-    kl = {row.name: torch.zeros(len(edges), dtype=torch.float64) for row in rows}
-    nll = {name: torch.zeros_like(sums) for name, sums in kl.items()}
+    sums = torch.zeros(len(rows), 2, len(edges), dtype=torch.float64)  # NLL and KL of each row
     counts = torch.zeros(len(edges), dtype=torch.long)
     readers = cached_readers({row.name: row.model for row in rows})
     for where, scores in scored_pieces(readers, rows[0].model.get_output_embeddings(), ids, start, chunk):
         past = torch.arange(where.start, where.stop) - start
         bucket = torch.bucketize(past, torch.tensor(edges), right=True) - 1
         counts += torch.bincount(bucket, minlength=len(edges))
-        for name, (losses, divergence, _) in scores.items():
-            nll[name].index_add_(0, bucket, losses.double().cpu())
-            kl[name].index_add_(0, bucket, divergence.double().cpu())
-    return {
-        "counts": counts.tolist(),
-        "kl": {name: sums.tolist() for name, sums in kl.items()},
-        "nll": {name: sums.tolist() for name, sums in nll.items()},
+        for one, row in zip(sums, rows, strict=True):
+            one.index_add_(1, bucket, torch.stack(scores[row.name][:2]).double().cpu())
+    named = {
+        what: {row.name: sums[i, j].tolist() for i, row in enumerate(rows)} for j, what in enumerate(("nll", "kl"))
     }
+    return {"counts": counts.tolist(), **named}
 
 
 def by_distance(store: ResultStore, rows: Sequence[Contender], length: int) -> list[dict[str, Any]]:
@@ -86,20 +83,16 @@ def by_distance(store: ResultStore, rows: Sequence[Contender], length: int) -> l
     Keys: ``beyond`` (tokens past the window), ``positions``, and for each row ``kl`` and ``nll`` as ``{row: nats}``.
     """
     lines = store.results(kind="text")
-    edges: list[int | None] = [*distances(rows, length), None]
     counts = torch.tensor([line["counts"] for line in lines]).sum(0)
-    sums = {
-        (what, row.name): torch.tensor([line[what][row.name] for line in lines], dtype=torch.float64).sum(0)
-        for what in ("kl", "nll")
-        for row in rows
-    }
+    edges = distances(rows, length)
+    parts: list[tuple[int | None, slice]] = [(edge, slice(at, at + 1)) for at, edge in enumerate(edges)]
     table = []
-    for at, edge in enumerate(edges):
-        part = slice(None) if edge is None else slice(at, at + 1)
+    for edge, part in [*parts, (None, slice(None))]:
         count = int(counts[part].sum())
         if count:
-            entry: dict[str, Any] = {"beyond": edge, "positions": count}
-            for what in ("kl", "nll"):
-                entry[what] = {row.name: sums[what, row.name][part].sum().item() / count for row in rows}
-            table.append(entry)
+            means = {
+                what: {row.name: sum(sum(line[what][row.name][part]) for line in lines) / count for row in rows}
+                for what in ("kl", "nll")
+            }
+            table.append({"beyond": edge, "positions": count, **means})
     return table

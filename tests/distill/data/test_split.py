@@ -9,8 +9,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from distill.data.rows import PaddingCollator
@@ -233,38 +231,6 @@ def test_a_checkpoint_without_tokenizer_is_refused(checkpoint: Path) -> None:
         (checkpoint / name).unlink()
     with pytest.raises(RetrofitError, match="tokenizer"):
         load_tokenizer(str(checkpoint))
-
-
-# ---- whatever a file holds ----
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "from"]), inner),
-    max_leaves=8,
-)
-ROLES = st.sampled_from(["user", "assistant", "system", "human", "gpt", "tool", "", "User"])
-MESSAGE = st.fixed_dictionaries({}, optional={"role": ROLES, "content": JSON, "from": ROLES, "value": st.text()})
-ROWS = st.fixed_dictionaries({"messages": st.lists(MESSAGE, max_size=4) | JSON}) | JSON
-LINES = st.lists(ROWS.map(lambda row: json.dumps(row).encode()) | st.binary(max_size=20), min_size=1, max_size=4)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lines=LINES, column=st.sampled_from(["messages", "text"]))
-def test_any_file_is_read_or_refused_by_name(
-    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast, lines: list[bytes], column: str
-) -> None:
-    path = tmp_path / "a.jsonl"
-    good = {"messages": TURNS} if column == "messages" else {"text": "a"}
-    lines = [json.dumps(good).encode(), *(line.replace(b"messages", column.encode()) for line in lines)]
-    path.write_bytes(b"\n".join(lines))
-    said = str(path)
-    try:
-        split = load_rows(said, chat_tokenizer, max_length=16, streaming=True, eval_rows=1)
-        list(zip(range(5), split.train, strict=False))
-    except RetrofitError as error:
-        said = str(error)
-    assert said.startswith(str(path))
-    assert "\n" not in said
 
 
 # ---- documents by themselves, several sources, a source to be scored ----

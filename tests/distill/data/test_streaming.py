@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from accelerate.data_loader import IterableDatasetShard
@@ -82,17 +81,6 @@ def test_conversations_are_those_of_the_cached_form(tmp_path: Path, chat_tokeniz
     assert counts["truncated"] > 0
     list(islice(split.train, len(rows) - 2))
     assert asdict(split.counts) == counts  # of this reading alone
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_datasets_are_streamed_too(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, saved: bool) -> None:
-    data = datasets.Dataset.from_dict({"text": documents(40)})
-    (tmp_path / "data").mkdir()
-    data.save_to_disk(tmp_path / "data") if saved else data.to_parquet(tmp_path / "data" / "train.parquet")
-    split = load_rows(str(tmp_path / "data"), tokenizer, max_length=20, streaming=True, eval_rows=1)
-    lines = write_lines(tmp_path / "a.jsonl", "text", documents(40))
-    other = load_rows(lines, tokenizer, max_length=20, streaming=True, eval_rows=1)
-    assert ids(split.train, 10) == ids(other.train, 10)
 
 
 def test_a_stream_reads_no_more_than_it_is_asked_for(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -179,9 +179,9 @@ class StopOnSignal(TrainerCallback):
 class ShowProgress(TrainerCallback):
     """Shows what the trainer logs in a :class:`distill.progress.Bar`."""
 
-    def __init__(self, bar: Bar, row_tokens: float, rows_per_step: int, rows: int | None = None) -> None:
-        """``rows_per_step`` are asked for; of ``rows``, if their number is known, an epoch's last step reads fewer."""
-        self.bar, self.row_tokens, self.rows_per_step, self.rows = bar, row_tokens, rows_per_step, rows
+    def __init__(self, bar: Bar, step_tokens: float) -> None:
+        """``step_tokens``: of a step, on average."""
+        self.bar, self.step_tokens = bar, round(step_tokens)
         self.notes: dict[str, str] = {}
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
@@ -193,15 +193,7 @@ class ShowProgress(TrainerCallback):
         if "eval_kl_gap_closed" in logs:
             self.notes["gap"] = f"held out {logs['eval_kl']:.4f} ({logs['eval_kl_gap_closed']:.0%} closed)"
         notes = [*self.notes.values(), f"{peak_bytes() / 2**30:.1f} GiB"]
-        rows = self.rows_read(state.global_step) / max(1, state.global_step)
-        self.bar.update(state.global_step, ", ".join(notes), round(self.row_tokens * rows))
-
-    def rows_read(self, steps: int) -> int:
-        """Rows of so many steps, counted from the run's first."""
-        if self.rows is None:
-            return steps * self.rows_per_step
-        epochs, rest = divmod(steps, -(-self.rows // self.rows_per_step))
-        return epochs * self.rows + min(rest * self.rows_per_step, self.rows)
+        self.bar.update(state.global_step, ", ".join(notes), self.step_tokens)
 
 
 class RunLog(TrainerCallback):

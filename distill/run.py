@@ -306,14 +306,15 @@ def _train(
     if recipe.patience:
         trainer.add_callback(Patience(recipe.patience))
     trainer.add_callback(RunLog(Path(str(recipe.output_dir)) / "log.jsonl"))
-    rows_per_step = recipe.train_batch_size * recipe.gradient_accumulation_steps * recipe.world_size
-    rows = len(split.train) if isinstance(split.train, Sized) else None
+    per_step: float = recipe.train_batch_size * recipe.gradient_accumulation_steps * recipe.world_size
+    if isinstance(split.train, Sized):  # the last step of a pass reads fewer rows
+        per_step = len(split.train) / math.ceil(len(split.train) / per_step)
     with (
         progress_bar("distilling", recipe.max_steps, done, console) as bar,
         StopOnSignal(console) as stop,
         agreeing(recipe.to_recipe()["deepspeed"]),
     ):
-        trainer.add_callback(ShowProgress(bar, split.row_tokens, rows_per_step, rows))
+        trainer.add_callback(ShowProgress(bar, split.row_tokens * per_step))
         trainer.add_callback(stop)
         if recipe.torch_compile:
             console.print("compiling: the first step takes minutes, however small the base")

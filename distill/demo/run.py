@@ -203,7 +203,7 @@ def fit(teacher: PreTrainedModel, memory: str, seed: int) -> tuple[Any, float]:
         trainer.remove_callback(PrinterCallback)
         began = time.perf_counter()
         with progress_bar(f"distilling {memory}", STEPS) as bar:
-            trainer.add_callback(ShowProgress(bar, LENGTH, BATCH))
+            trainer.add_callback(ShowProgress(bar, LENGTH * BATCH))
             trainer.train()
         return model.eval(), time.perf_counter() - began
 

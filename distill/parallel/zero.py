@@ -87,18 +87,9 @@ def find_config(name: str | None) -> dict[str, Any] | None:
     for key, why in UNSUPPORTED.items():
         if config.get(key):
             raise RetrofitError(f"deepspeed: {name}: {key} is not supported, because {why}: remove it")
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError  # which DeepSpeed needs
 
-    for key, known in (("optimizer", DEEPSPEED_OPTIMIZERS), ("scheduler", VALID_LR_SCHEDULES)):
-        kind = config[key].get("type") if isinstance(config.get(key), dict) else config.get(key)
-        if kind is not None and kind not in known and str(kind).lower() not in known:
-            raise RetrofitError(
-                f"deepspeed: {name}: {key} {kind!r} is not one of DeepSpeed's{nearest(str(kind), known)}: remove "
-                f"{key}, the recipe has its own"
-            )
     try:
         DeepSpeedZeroConfig(**zero)
     except ValidationError as error:

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import retrofit
 from distill import DistillTrainer, distill
 from distill import run as distill_run
-from distill.callbacks import ShowProgress
 from distill.checkpoint import checkpoints, damage, write_checksums
 from distill.config import DistillConfig
 from distill.recipe import DistillKeys
@@ -49,26 +48,6 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.S
         return original(self, *args)
 
     monkeypatch.setattr(DistillTrainer, "training_step", training_step)
-
-
-@pytest.mark.parametrize(("batch", "accumulated"), [(100_000, 1), (30, 1), (20, 3)])
-def test_the_speed_counts_the_rows_that_each_step_reads(
-    batch: int, accumulated: int, recipe: DistillConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, told, step = [0], [], DistillTrainer.training_step
-
-    def training_step(self: DistillTrainer, model: Any, inputs: Any, *args: Any) -> Any:
-        read[0] += len(inputs["input_ids"])
-        return step(self, model, inputs, *args)
-
-    def on_log(self: ShowProgress, args: Any, state: Any, *others: Any, **logs: Any) -> None:
-        told.append((self.rows_read(state.global_step), read[0]))
-
-    monkeypatch.setattr(DistillTrainer, "training_step", training_step)
-    monkeypatch.setattr(ShowProgress, "on_log", on_log)
-    distill(changed(recipe, max_steps=4, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulated))
-    assert told[-1][1] > 0
-    assert all(shown == real for shown, real in told), told
 
 
 def test_a_run_writes_everything(recipe: DistillConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import PartialState
 
 from distill.parallel import zero
 from distill.parallel.processes import LAUNCHED, join
@@ -63,9 +64,6 @@ def test_a_bad_configuration_is_one_sentence(tmp_path: Path, content: str, said:
             "tensor_parallel is not supported",
         ),
         ({"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2}, "sequence_parallel_size is not supported"),
-        ({"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adamm"}}, "'Adamm' is not one of DeepSpeed's"),
-        ({"zero_optimization": {"stage": 2}, "optimizer": 3}, "optimizer 3 is not one of DeepSpeed's"),
-        ({"zero_optimization": {"stage": 2}, "scheduler": {"type": "Up"}}, "scheduler 'Up' is not one of DeepSpeed's"),
     ],
 )
 def test_values_that_deepspeed_would_fail_at_are_one_sentence(
@@ -109,19 +107,9 @@ def test_what_a_launcher_asks_for_and_the_recipe_does_not(
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE is '' in the environment"),
-        ({"WORLD_SIZE": "2"}, "RANK is '' in the environment"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set in the environment"),
         ({"LOCAL_RANK": "0"}, "set all of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, or none"),
-        (dict(zip(LAUNCHED, ("x", "2", "0", "localhost", "29500"), strict=True)), "RANK is 'x'"),
-        (
-            dict(zip(LAUNCHED, ("2", "2", "0", "localhost", "29500"), strict=True)),
-            "with WORLD_SIZE 2 it must be below 2",
-        ),
-        (
-            dict(zip(LAUNCHED, ("0", "1", "0", "localhost", "99999999"), strict=True)),
-            "MASTER_PORT is 99999999 in the environment: a port is a number from 1 to 65535",
-        ),
-        (dict(zip(LAUNCHED, ("0", "1", "0", "localhost", "9" * 5000), strict=True)), "MASTER_PORT is '9999"),
+        (dict(zip(LAUNCHED, ("x", "2", "0", "localhost", "29500"), strict=True)), "could not meet .* 'x'"),
     ],
 )
 def test_half_of_what_a_launcher_sets_is_one_sentence(
@@ -133,6 +121,7 @@ def test_half_of_what_a_launcher_sets_is_one_sentence(
         monkeypatch.setenv(name, value)
     with pytest.raises(RetrofitError, match=said):
         join(deepspeed=False)
+    PartialState._reset_state()
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ class DistillConfig(DistillKeys, TrainingArguments):
         super().__post_init__()
         one_of("lr_scheduler_type", self.lr_scheduler_type, *(one.value for one in SchedulerType))
         one_of("optim", self.optim, *(one.value for one in OptimizerNames))
+        for name in _named(self.report_to):
+            one_of("report_to", name, "none", "all", *INTEGRATION_TO_CALLBACK)
         # two names of one switch each, of which transformers has either or both
         self.gradient_checkpointing |= bool(getattr(self, CHECKPOINTING, False))
         self.group_by_length |= getattr(self, "train_sampling_strategy", "") == "group_by_length"
@@ -206,9 +208,8 @@ def reporters(report_to: Any) -> list[str]:
     """``"wandb,tensorboard"`` or a list of them for ``TrainingArguments``: ``"none"`` is empty, ``"all"`` every one.
 
     Raises:
-        RetrofitError: an unknown name, or one whose package is not installed.
+        RetrofitError: one whose package is not installed.
     """
-    check_reporters(report_to)
     names = [name for name in _named(report_to) if name != "none"]
     installed = get_available_reporting_integrations()
     if names == ["all"]:
@@ -217,16 +218,6 @@ def reporters(report_to: Any) -> list[str]:
         if name not in installed:
             raise RetrofitError(f"report_to: {name!r} is not installed: pip install {name}, or remove it")
     return names
-
-
-def check_reporters(report_to: Any) -> None:
-    """Refuse a name that transformers does not know.
-
-    Raises:
-        RetrofitError: there is one.
-    """
-    for name in _named(report_to):
-        one_of("report_to", name, "none", "all", *INTEGRATION_TO_CALLBACK)
 
 
 def _named(report_to: Any) -> list[str]:

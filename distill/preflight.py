@@ -1,11 +1,11 @@
-"""What a run refuses before it loads its base: the recipe's memory, its reporters, its LoRA, its DeepSpeed file."""
+"""What a run refuses before it loads its base: the recipe's memory, its LoRA, its DeepSpeed file."""
 
 from typing import Any
 
 import torch
 from transformers import get_scheduler
 
-from distill.config import DistillConfig, check_reporters
+from distill.config import DistillConfig
 from distill.lora import check_settings
 from distill.parallel.zero import read_config
 from distill.unsupported import refuse_together
@@ -19,12 +19,11 @@ def check_recipe(recipe: DistillConfig) -> None:
     """Check everything about a recipe that can be known without its base.
 
     Raises:
-        RetrofitError: a memory, one of its options, a reporter, a field of LoRA or a DeepSpeed file does not exist,
+        RetrofitError: a memory, one of its options, a field of LoRA or a DeepSpeed file does not exist,
             the memory has nothing to fit, or settings do not go together.
     """
     find_trainable(recipe.memory)
     memory_of(recipe)
-    check_reporters(recipe.report_to)
     if recipe.lora:
         check_settings(recipe.lora)
     _check_schedule(recipe)

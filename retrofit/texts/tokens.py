@@ -118,11 +118,10 @@ def read_tokens(
         places = batch.get(WHERE) or [f"{source}, row {index}" for index in indices]
         return encode(column, list(zip(places, batch[column], strict=True)))
 
-    data = opened.data.select_columns([name for name in columns if name in (column, WHERE)])
+    taken = [name for name in columns if name in (column, WHERE)]
+    data = opened.data.select_columns(taken)
     data = data if max_samples is None else data.take(max_samples)
-    data = data.map(
-        rows, batched=True, with_indices=True, batch_size=batch or BATCH[kind], remove_columns=[column, WHERE]
-    )
+    data = data.map(rows, batched=True, with_indices=True, batch_size=batch or BATCH[kind], remove_columns=taken)
     return TokenRows(opened, kind, seq_len, data, known)
 
 

@@ -20,7 +20,7 @@ LOADERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}  # by which 
 JSON_LINES = {".jsonl", ".ndjson"}
 # a missing one of these is a missing file; any other dot may be part of an id (user/data-v1.5)
 FILE_SUFFIXES = {*LOADERS, *JSON_LINES, ".txt", ".md", ".json", ".tsv", ".gz", ".zst"}
-WHERE = "where"  # column of records that know where they stand: the file and the line
+WHERE = "_where"  # column of records that know where they stand: the file and the line
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,30 @@ def open_source(
     Raises:
         RetrofitError: nothing is there, it cannot be read, or it has no such split or option.
     """
+    import datasets
+
     path = at_home(source)
     with reading(source):
-        texts = _texts(path) if path.is_dir() else []
+        files = [path] if path.is_file() else _texts(path) if path.is_dir() else []
         saved = any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json"))
         for key, value in (("data_name", name), ("data_revision", revision)):
-            if value is not None and path.exists() and (key == "data_revision" or path.is_file() or saved or texts):
+            if value is not None and path.exists() and (key == "data_revision" or files or saved):
                 raise RetrofitError(f"{key}: {path} is no dataset of the Hub and has none: remove this key")
-        found = _load(source, path, texts, saved, name, revision, streaming)
+        if files:
+            found = _read_files(files)
+        elif saved:
+            found = datasets.load_from_disk(str(path))
+        elif path.is_dir():
+            found = datasets.load_dataset(str(path), name, streaming=streaming)
+        elif path.exists() or path.is_symlink():
+            raise RetrofitError(
+                f"{path} is a pipe, a device or a link that leads nowhere: write the text to a file first"
+            )
+        elif not HUB_ID.fullmatch(source) or path.suffix.lower() in FILE_SUFFIXES:
+            raise RetrofitError(f"there is no file or folder {source}: give a text or JSONL file, or a dataset")
+        else:
+            with reading(f"{source} is no file or folder here, and the dataset of that name on the Hub"):
+                found = datasets.load_dataset(source, name, revision=revision, streaming=streaming)
         parts = found if isinstance(found, dict) else {"train": found}
         split = split or ("test" if "test" in parts else "train")
         if split not in parts:
@@ -75,11 +91,9 @@ def open_source(
                 f"{source} has no split {split!r}{nearest(split, parts)}, only {there}: choose one as data_split"
             )
         data = parts[split]
-        if path.is_file() or texts:
-            return Source(source, data, _identity(*texts or [path]))
-        if hasattr(data, "to_iterable_dataset"):
+        if isinstance(data, datasets.Dataset):
             return Source(source, data.to_iterable_dataset(), data._fingerprint)
-        return Source(source, data, None)
+        return Source(source, data, _identity(files) if files else None)
 
 
 @contextmanager
@@ -105,32 +119,19 @@ def reading(what: str) -> Iterator[None]:
         raise RetrofitError(f"{what} cannot be read: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _load(
-    source: str, path: Path, texts: list[Path], saved: bool, name: str | None, revision: str | None, streaming: bool
-) -> Any:
-    """The records of ``source``, or all its splits."""
+def _read_files(files: list[Path]) -> Any:
+    """The records of one file, or those of several texts."""
     import datasets
 
-    if path.is_file() or texts:
-        suffix = path.suffix.lower()
-        if suffix == ".json":
-            raise RetrofitError(
-                f"{path}: a .json file is not supported: write JSON Lines, one object per line, to a .jsonl file"
-            )
-        if suffix in LOADERS and not texts:
-            return datasets.load_dataset(LOADERS[suffix], data_files=glob.escape(str(path)), streaming=True)
-        read = (lambda: _read_lines(path)) if suffix in JSON_LINES else lambda: _read_texts(texts or [path])
-        return datasets.IterableDataset.from_generator(read)
-    if saved:
-        return datasets.load_from_disk(str(path))
-    if path.is_dir():
-        return datasets.load_dataset(str(path), name, streaming=streaming)
-    if path.exists() or path.is_symlink():
-        raise RetrofitError(f"{path} is a pipe, a device or a link that leads nowhere: write the text to a file first")
-    if not HUB_ID.fullmatch(source) or path.suffix.lower() in FILE_SUFFIXES:
-        raise RetrofitError(f"there is no file or folder {source}: give a text or JSONL file, or a dataset")
-    with reading(f"{source} is no file or folder here, and the dataset of that name on the Hub"):
-        return datasets.load_dataset(source, name, revision=revision, streaming=streaming)
+    file, suffix = files[0], files[0].suffix.lower()
+    if suffix == ".json":
+        raise RetrofitError(
+            f"{file}: a .json file is not supported: write JSON Lines, one object per line, to a .jsonl file"
+        )
+    if suffix in LOADERS:
+        return datasets.load_dataset(LOADERS[suffix], data_files=glob.escape(str(file)), streaming=True)
+    lines = suffix in JSON_LINES
+    return datasets.IterableDataset.from_generator(lambda: _read_lines(file) if lines else _read_texts(files))
 
 
 def _texts(folder: Path) -> list[Path]:
@@ -139,7 +140,7 @@ def _texts(folder: Path) -> list[Path]:
     return files if all(path.suffix.lower() == ".txt" for path in files) else []
 
 
-def _identity(*paths: Path) -> str:
+def _identity(paths: Sequence[Path]) -> str:
     """A hash of files' names, sizes and times of change, by which build tools too tell whether one has changed."""
     known = ((path.resolve(), path.stat()) for path in paths)
     parts = "\0".join(f"{path}\0{status.st_size}\0{status.st_mtime_ns}" for path, status in known)

@@ -28,7 +28,6 @@ from distill.data.split import Split, load_rows
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, merge_lora, save_lora
 from distill.model import build_model, calibrate_on
-from distill.objective import Objective
 from distill.parallel import EXIT_STATUS
 from distill.parallel.processes import Processes, join, launch_of
 from distill.parallel.zero import agreeing, find_config, whole
@@ -121,14 +120,12 @@ def _distill(
             refuse_retrofit(config, base)
         tokenizer = load_tokenizer(base)
         check_vocabulary(tokenizer, config)
-        beyond, reach = budgets(recipe, config)
+        beyond, _ = budgets(recipe, config)
         console.print(f"reading {data}", highlight=False)
         split = load_rows(recipe, tokenizer)
     if recipe.max_steps < 1 and isinstance(split.train, Sized):
         recipe.max_steps = steps_of(recipe, len(split.train), processes.count)
     split.check_scored(beyond, recipe.eval_rows)
-    if recipe.window_sampling == "fixed":
-        Objective.of(recipe).check_rows(split.train, reach)
     if not recipe.streaming:
         console.print(split.sentence(), highlight=False, soft_wrap=True)
     found = describe_data(split.train, split.held_out.select(slice(recipe.eval_rows)), processes.count)

@@ -20,6 +20,7 @@ from distill.run import steps_of
 from patches.errors import RetrofitError
 from retrofit import patch
 from retrofit.adapter import WEIGHTS
+from tests.distill.test_run import changed
 from tests.helpers import load_rows
 from tests.hub_server import HubServer
 
@@ -36,10 +37,6 @@ def recipe(checkpoint: Path, text_file: Path, tmp_path: Path) -> DistillConfig:
 def model_with_windows(make_base: Callable[..., PreTrainedModel]) -> Any:
     """A memory in the second layer, sinks and window alone in the first."""
     return patch(make_base("Qwen2"), "ahn-gdn", 6, 2, layers=[1], others="window")
-
-
-def changed(recipe: DistillConfig, **values: Any) -> DistillConfig:
-    return DistillConfig.from_dict({**recipe.to_recipe(), **values})
 
 
 def weights(recipe: DistillConfig) -> dict[str, torch.Tensor]:

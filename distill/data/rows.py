@@ -67,14 +67,17 @@ def pack_tokens(tokens: Tensor, seq_len: int) -> Rows:
     return Rows([{"input_ids": tokens}], np.stack([starts * 0, starts, starts + seq_len], 1))
 
 
-def cut_records(records: Any, sizes: Sequence[int], seq_len: int) -> Rows:
-    """Each record of so many tokens cut into rows of ``seq_len`` tokens and a rest."""
-    places = [
-        (number, start, min(start + seq_len, size))
-        for number, size in enumerate(sizes)
-        for start in range(0, size, seq_len)
-    ]
-    return Rows(records, np.array(places, dtype=np.int64).reshape(-1, 3))
+def cut_records(records: Any, sizes: Any, seq_len: int) -> Rows:
+    """Each record of so many tokens cut into rows of ``seq_len`` tokens and a rest.
+
+    >>> cut_records(["abcde", "fg"], [5, 2], 4).places[:, 1:].tolist()
+    [[0, 0, 4], [0, 4, 5], [1, 0, 2]]
+    """
+    sizes = np.array(sizes, dtype=np.int64)
+    rows = -(-sizes // seq_len)  # of each record
+    numbers = np.repeat(np.arange(len(sizes)), rows)
+    starts = (np.arange(len(numbers)) - (rows.cumsum() - rows)[numbers]) * seq_len
+    return Rows(records, np.stack([numbers, starts, np.minimum(starts + seq_len, sizes[numbers])], 1))
 
 
 def mix_rows(parts: Sequence[Rows], weights: Sequence[float]) -> Rows:

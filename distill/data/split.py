@@ -167,7 +167,7 @@ def _hold_out(rows: TokenRows, packed: bool, keys: DistillKeys, holdout: float) 
         numbers = np.arange(len(found))
         counts.tokens_left_over = len(tokens) % rows.seq_len
     else:
-        found, unit = cut_records(data, sizes[kept].tolist(), rows.seq_len), _unit(rows)
+        found, unit = cut_records(data, sizes[kept], rows.seq_len), _unit(rows)
         numbers = found.places[:, 1]  # of the record of each row
     count = int(numbers[-1]) + 1 if len(found) else 0
     cut = count - round(count * holdout)

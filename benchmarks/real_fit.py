@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from distill.checkpoint import check_same_recipe
 from distill.config import DistillConfig
 from distill.recipe import read_recipe
-from distill.resume import check_same_recipe
 from patches.errors import RetrofitError
 from retrofit.files import ends_tidily
 

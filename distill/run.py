@@ -22,7 +22,18 @@ from transformers.utils import logging
 
 import retrofit
 from distill.callbacks import Patience, PushAdapter, RunLog, ShowProgress, StopOnSignal, seconds
-from distill.checkpoint import STATE, checkpoints, step_of
+from distill.checkpoint import (
+    DATA_FILE,
+    RECIPE_FILE,
+    STATE,
+    began_by,
+    check_same_data,
+    check_same_recipe,
+    checkpoints,
+    describe_data,
+    last_whole,
+    step_of,
+)
 from distill.config import DistillConfig, reporters
 from distill.data.split import Split, load_rows
 from distill.lora import FOLDER as LORA
@@ -34,15 +45,6 @@ from distill.parallel.zero import agreeing, find_config, whole
 from distill.preflight import budgets, check_recipe
 from distill.progress import progress_bar
 from distill.results import COLUMNS, card_details, compare, layer_errors, title
-from distill.resume import (
-    DATA_FILE,
-    RECIPE_FILE,
-    began_by,
-    check_same_data,
-    check_same_recipe,
-    describe_data,
-    last_whole,
-)
 from distill.trainer import DRAFT, DistillTrainer
 from patches.errors import RetrofitError
 from retrofit.adapter import WEIGHTS, load_memory_weights, read_adapter_config

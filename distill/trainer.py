@@ -27,8 +27,8 @@ from distill.objective import Batch, Objective, labels_of, tokens_of
 from distill.offload import offloaded
 from distill.parallel import fsdp
 from distill.parallel.zero import keep_base_out, partition, window_only
+from distill.preflight import refuse_unsupported
 from distill.schedules import in_stages
-from distill.unsupported import refuse_unsupported
 from distill.windows import check_draws, draw_window, reach
 from patches.errors import RetrofitError, first_line
 from retrofit.adapter import WEIGHTS, load_memory_weights, save_adapter

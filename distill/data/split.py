@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from distill.data.counts import Counts
-from distill.data.rows import PaddingCollator, Rows, cut_records, mix_rows, pack_tokens
+from distill.data.rows import Counts, PaddingCollator, Rows, cut_records, mix_rows, pack_tokens
 from distill.data.streaming import StreamedRows
 from distill.recipe import DistillKeys
 from patches.errors import RetrofitError

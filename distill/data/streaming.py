@@ -8,8 +8,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from distill.data.counts import Counts
-from distill.data.rows import cut_row
+from distill.data.rows import Counts, cut_row
 from patches.errors import RetrofitError
 from retrofit.texts.tokens import TokenRows
 

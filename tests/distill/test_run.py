@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import retrofit
 from distill import DistillTrainer, distill
 from distill import run as distill_run
-from distill.checkpoint import checkpoints, damage, write_checksums
+from distill.checkpoint import checkpoints, damage, last_whole, write_checksums
 from distill.config import DistillConfig
 from distill.recipe import DistillKeys
-from distill.resume import last_whole
 from patches.errors import RetrofitError
 from patches.options import LARGEST
 from retrofit.adapter import WEIGHTS

@@ -16,7 +16,7 @@ from distill import DistillConfig, DistillTrainer
 from distill.data.rows import Rows
 from distill.lora import add_lora
 from distill.objective import Objective
-from distill.unsupported import refuse_unsupported
+from distill.preflight import refuse_unsupported
 from patches.errors import RetrofitError
 from tests.distill.test_trainer import Model, make_trainer, memory
 

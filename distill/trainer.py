@@ -19,7 +19,7 @@ from transformers.trainer_utils import IntervalStrategy
 from distill.callbacks import EndOfStage, FiniteOnly, PushAdapter
 from distill.checkpoint import STATE, drop_oldest, write_checksums
 from distill.config import DistillConfig
-from distill.data.rows import ByLength, EvenRows, longer_than
+from distill.data.rows import ByLength, even_rows, longer_than
 from distill.local_fit import LocalFit
 from distill.lora import FOLDER as LORA
 from distill.lora import load_lora, lora_layers, save_lora
@@ -322,7 +322,7 @@ class DistillTrainer(Trainer):
     def _scored_batches(self, data: Dataset | None) -> Iterator[tuple[Batch, Tensor]]:
         """This process's batches of ``data``, and which of their positions count."""
         if data is not None and self.args.world_size > 1 and hasattr(data, "__len__"):
-            data = EvenRows(data, self.args.eval_batch_size * self.args.world_size)
+            data = even_rows(data, self.args.eval_batch_size * self.args.world_size)
         for batch in map(self._prepare_inputs, self.get_eval_dataloader(data)):
             yield batch, Objective(label_shift=self.args.label_shift).scored(batch["labels"], sum(self.window))
 

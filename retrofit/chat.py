@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from torch import Tensor
 from transformers import DynamicCache
 
 from patches.errors import RetrofitError, first_line
@@ -78,7 +77,9 @@ class Chat:
             RetrofitError: the template refuses the conversation, or a number is out of range.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        ids = self._tokens(messages)
+        prompt = _rendered(self.tokenizer, messages)
+        # no special tokens: the template has written them
+        ids = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"].to(self.model.device)
         known = self.cached.shape[1]
         # some templates rewrite earlier turns (they drop a reply's thoughts): then everything is read again
         if not torch.equal(ids[:, :known], self.cached):
@@ -88,11 +89,6 @@ class Chat:
         reply = self.tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": reply}]
         return reply
-
-    def _tokens(self, messages: list[dict[str, str]]) -> Tensor:
-        text = _rendered(self.tokenizer, messages)
-        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")  # the template has written them
-        return ids["input_ids"].to(self.model.device)
 
 
 def talk(chat: Chat) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from retrofit.texts.chat import IGNORED
@@ -145,23 +145,13 @@ class ByLength(LengthGroupedSampler):
         self.generator = torch.Generator().manual_seed(self.seed + epoch)
 
 
-class EvenRows(Dataset):
+def even_rows(rows: Any, by: int) -> Dataset:
     """``rows`` with copies of the first one at the end, up to a multiple of ``by``; the copies score nothing.
 
     So each of several processes gets as many rows. A sampler would fill up with rows that count twice.
     """
-
-    def __init__(self, rows: Any, by: int) -> None:
-        self.rows, self.count = rows, -(-len(rows) // by) * by
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index < len(self.rows):
-            return self.rows[index]
-        row = self.rows[0]
-        return {**row, "labels": torch.full_like(torch.as_tensor(row["labels"]), IGNORED)}
+    filler = {**rows[0], "labels": torch.full_like(torch.as_tensor(rows[0]["labels"]), IGNORED)}
+    return ConcatDataset([rows, [filler] * (-len(rows) % by)])  # type: ignore[list-item]
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,10 @@ def read_messages(value: Any, where: str) -> list[Message]:
         RetrofitError: it is not a list, it is empty, a message has no role or text, a role is unknown, a message
             is a tool call, or no question has an answer.
     """
-    if isinstance(value, dict):  # older datasets hold a list of messages as a mapping of lists
-        value = [dict(zip(value, parts, strict=True)) for parts in zip(*value.values(), strict=True)]
+    parts = [*value.values()] if isinstance(value, dict) else []
+    if parts and all(isinstance(part, list) and len(part) == len(parts[0]) for part in parts):
+        # older datasets hold a list of messages as a mapping of lists
+        value = [dict(zip(value, message, strict=True)) for message in zip(*parts, strict=True)]
     if not isinstance(value, list) or not value:
         raise RetrofitError(f"{where}: a conversation must be a list of at least one message")
     messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(value, start=1)]

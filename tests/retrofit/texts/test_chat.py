@@ -103,6 +103,7 @@ def test_a_template_that_refuses_is_quoted_with_the_place(chat_tokenizer: PreTra
 USER, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 BAD = {
     "no list": ("hello", "here: a conversation must be a list"),
+    "a mapping": ({"role": ["user"], "content": 1}, "here: a conversation must be a list"),
     "null": (None, "here: a conversation must be a list"),
     "empty": ([], "here: a conversation must be a list of at least one message"),
     "no object": ([USER, "b"], "here, message 2 is not an object"),
@@ -120,6 +121,11 @@ BAD = {
     "answer first": ([REPLY, USER], "here: the conversation begins with an answer"),
     "no answer": ([USER, USER], "here: no message is the assistant's"),
 }
+
+
+def test_older_datasets_hold_messages_as_a_mapping_of_lists() -> None:
+    chat = {"from": ["human", "gpt"], "value": ["a", "b"]}
+    assert read_messages(chat, "here") == [USER, REPLY]
 
 
 @pytest.mark.parametrize(("value", "said"), BAD.values(), ids=BAD)

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 from typer import BadParameter
 
 import retrofit
-from distill import resume
-from distill.checkpoint import damage, write_checksums
+from distill.checkpoint import DATA_FILE, check_same_data, damage, write_checksums
 from distill.config import load_recipe
 from distill.lora import add_lora, load_lora, save_lora
 from distill.parallel.zero import find_config
@@ -240,14 +239,14 @@ def test_results_of_an_evaluation(tmp_path: Path) -> None:
 
 def test_what_a_run_began_with(tmp_path: Path) -> None:
     found = {"processes": 1, "train": {"rows": 2, "sha256": "ab"}, "held_out": {"rows": 1, "sha256": "cd"}}
-    (tmp_path / resume.DATA_FILE).write_text(json.dumps(found))
-    original = (tmp_path / resume.DATA_FILE).read_bytes()
+    (tmp_path / DATA_FILE).write_text(json.dumps(found))
+    original = (tmp_path / DATA_FILE).read_bytes()
 
     @share(0.05)
     @given(st.one_of(documents(found), damaged(original)))
     def check(content: Any) -> None:
-        put(tmp_path / resume.DATA_FILE, content)
-        refusal("run.json", lambda: resume.check_same_data(tmp_path, found))
+        put(tmp_path / DATA_FILE, content)
+        refusal("run.json", lambda: check_same_data(tmp_path, found))
 
     check()
 

@@ -28,7 +28,7 @@ def report(
 ) -> None:
     """Write one HTML page about a run.
 
-    It shows curves, KL by position, recall, costs, tables and the recipe. Its figures are also written to RUN/figures,
+    It shows curves, KL by position, tables and the recipe. Its figures are also written to RUN/figures,
     as PNG and SVG.
     """
     from retrofit.report.page import FIGURES

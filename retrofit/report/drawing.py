@@ -3,7 +3,7 @@
 import io
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from patches.errors import RetrofitError
@@ -12,18 +12,15 @@ from retrofit.evaluation.settings import EQUAL, TEACHER, WINDOW_ONLY
 try:
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 except ImportError as error:
     raise RetrofitError("the figures need matplotlib: pip install 'retrofit-lm[report]'") from error
-
-# what benchmarks call the same two
-ALIASES = {"full attention": TEACHER, "none": WINDOW_ONLY}
 
 INK, ORANGE = "#1f2328", "#d55e00"
 # Okabe and Ito's colours, which colour-blind readers tell apart; their yellow and sky blue are too pale for white paper
 OTHERS = ("#0072b2", "#008060", "#b5518a", "#8a6d00", "#5b4bb5", "#2a7f9e")
 MARKERS = "oDvP*X<>"
-WIDTH = 4.8  # inches: drawn small, letters stay readable on a phone
+WIDTH, HEIGHT = 4.8, 3.1  # inches: drawn small, letters stay readable on a phone
 LETTERS_ACROSS = 68  # of a legend
 MOST = 400  # points of a line; more are averaged: nobody sees them, and the page stays small
 
@@ -85,12 +82,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart: its points ``(x, y)``, how it is drawn, and for each point ``(low, high)`` to be shaded."""
+    """A line of a chart: its points ``(x, y)``, and how it is drawn."""
 
     label: str
     points: Sequence[tuple[float, float]]
     line: dict[str, Any]
-    band: Sequence[tuple[float, float]] = field(default=())
 
 
 class Styles:
@@ -101,12 +97,11 @@ class Styles:
 
     def __init__(self, found: Iterable[str]) -> None:
         """``found``: all names there are, in the order in which memories get their colours."""
-        own = [name for name in dict.fromkeys(found) if ALIASES.get(name, name) not in (TEACHER, WINDOW_ONLY, EQUAL)]
+        own = [name for name in dict.fromkeys(found) if name not in (TEACHER, WINDOW_ONLY, EQUAL)]
         self._place = {name: place for place, name in enumerate(own)}
 
     def line(self, name: str) -> dict[str, Any]:
         """Keyword arguments of a plotted line."""
-        name = ALIASES.get(name, name)
         if name in (WINDOW_ONLY, EQUAL):
             dashes = (0, (5, 2)) if name == WINDOW_ONLY else (0, (1, 1.5))
             return {"color": ORANGE, "marker": "s" if name == WINDOW_ONLY else "x", "linestyle": dashes, "zorder": 3}
@@ -127,7 +122,6 @@ def chart(
     y: str,
     note: str = "",
     logarithmic: bool = True,
-    height: float = 3.1,
     finish: Callable[[Any], object] = lambda axes: None,
 ) -> Picture:
     """Lines over labelled axes.
@@ -138,16 +132,12 @@ def chart(
         finish: called with the axes before the legend is made.
     """
     with styled():
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.subplots()
         for curve in curves:
             xs, ys = zip(*curve.points, strict=True)
             axes.plot(xs, ys, **curve.line, label=curve.label)
-            if curve.band:
-                low, high = zip(*curve.band, strict=True)
-                axes.fill_between(xs, low, high, color=curve.line["color"], alpha=0.18, linewidth=0)
         values = [value for curve in curves for _, value in curve.points]
-        values += [value for curve in curves for pair in curve.band for value in pair]
         axes.set(xlabel=x, ylabel=y)
         if logarithmic and min(values) > 0:
             _plain_log(axes, values)
@@ -176,19 +166,6 @@ def thinned(points: Sequence[tuple[float, float]]) -> tuple[list[tuple[float, fl
     size = max(1, -(-len(points) // MOST))
     parts = [points[at : at + size] for at in range(0, len(points), size)]
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts], size
-
-
-def at_lengths(axes: Any, lengths: Sequence[float]) -> None:
-    """The x axis as a log scale in tokens, with ticks at ``lengths`` (all positive), or at as many as fit."""
-    axes.set_xscale("log", base=2)
-    step = -(-len(lengths) // 7)
-    axes.xaxis.set_ticks(list(lengths)[::step], [tokens(length) for length in lengths][::step])
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
-def tokens(count: float) -> str:
-    """8192 as 8k (k = 1,024), 1000 as 1,000."""
-    return f"{count / 1024:,.0f}k" if count >= 1024 and count % 1024 == 0 else f"{count:,.0f}"
 
 
 def _plain_log(axes: Any, values: Sequence[float]) -> None:

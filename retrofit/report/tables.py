@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from retrofit.evaluation.settings import WINDOW_ONLY
 from retrofit.evaluation.tables import tables as tables_of_evaluation
 from retrofit.report.collect import Row, Run
-from retrofit.report.figures import shown
 from retrofit.table import format_rows
 
 TRAINING = {
@@ -44,7 +44,7 @@ class Table:
 
 def tables(run: Run) -> list[Table]:
     """Every table there is something for; ``run.missing`` gets a sentence for each that cannot be made."""
-    bench = [{**row, "name": shown(row["name"])} for row in run.bench]
+    bench = [{**row, "name": WINDOW_ONLY if row["name"] == "none" else row["name"]} for row in run.bench]
     found: list[Described] = [("Results", "Held-out rows, after training", run.metrics["rows"], TRAINING)]
     try:
         evaluated = tables_of_evaluation(run.evaluation)

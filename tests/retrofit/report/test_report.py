@@ -16,10 +16,7 @@ from retrofit.report.figures import pictures
 from retrofit.report.page import page, report
 from tests.retrofit.report.runs import NASTY, training, write_run
 
-ALL = {
-    *("loss", "gap-closed", "layers", "kl-by-position", "text-kl-by-position", "text-nll-by-position"),
-    *("recall", "passkey", "prefill", "cache"),
-}
+ALL = {"loss", "gap-closed", "kl-by-position", "text-kl-by-position"}
 
 
 @pytest.fixture
@@ -98,8 +95,6 @@ def test_names_that_are_hard_to_draw(run: Path) -> None:
         found["rows"].append({"name": name})
         for entry in found["text"]:
             entry["kl"][name] = 0.3
-        for entry in found["recall"]:
-            entry[name] = 0.5
     path.write_text(json.dumps(found))
     written, made, _ = report(run)
     assert written.read_text().endswith("</html>\n")
@@ -113,10 +108,10 @@ def test_names_that_are_hard_to_draw(run: Path) -> None:
     ("absent", "gone", "said"),
     [
         ("metrics.json", set(), "metrics.json is missing: the run has not finished"),
-        ("log.jsonl", {"loss", "gap-closed", "layers", "kl-by-position"}, "log.jsonl is missing"),
+        ("log.jsonl", {"loss", "gap-closed", "kl-by-position"}, "log.jsonl is missing"),
         ("recipe.yaml", set(), "recipe.yaml is missing"),
-        ("eval/eval.json", {name for name in ALL if name.startswith(("text", "recall", "passkey"))}, "No evaluation"),
-        ("bench.json", {"prefill", "cache"}, "No costs"),
+        ("eval/eval.json", {"text-kl-by-position"}, "No evaluation"),
+        ("bench.json", set(), "No costs"),
     ],
 )
 def test_what_is_missing_is_said_and_the_rest_is_shown(absent: str, gone: set[str], said: str, run: Path) -> None:
@@ -180,7 +175,7 @@ def test_a_table_that_cannot_be_made_is_said(run: Path) -> None:
 def test_the_folder_of_an_evaluation(run: Path) -> None:
     written, made, missing = report(run / "eval")
     assert written == run / "eval" / "report.html"
-    assert {picture.section for picture in made} == {"By position", "Recall and needles"}
+    assert {picture.section for picture in made} == {"By position"}
     assert "No training" in missing[0]
     text = written.read_text()
     assert "Evaluation of some/model" in text
@@ -217,46 +212,16 @@ def test_an_earlier_report_is_replaced_and_nothing_else(run: Path, tmp_path: Pat
 
 
 def test_everyone_keeps_his_colour(run: Path) -> None:
-    styles = Styles(["joint", "teacher", "kvm", "full attention"])
-    assert styles.line("full attention") == styles.line("teacher")
-    assert styles.line("none") == styles.line("window-only")
+    styles = Styles(["joint", "teacher", "kvm"])
     lines = [styles.line(name) for name in ("teacher", "window-only", "window-only, equal memory", "joint", "kvm")]
     assert len({line["color"] for line in lines}) == 4
     assert len({(line["marker"], str(line["linestyle"])) for line in lines}) == 5  # without colours, too
 
     made = {picture.name: picture for picture in pictures(collect(run))}
-    for name in ("gap-closed", "kl-by-position", "text-kl-by-position", "prefill"):
+    for name in ("gap-closed", "kl-by-position", "text-kl-by-position"):
         shown = {line.get_label(): line.get_color() for line in made[name].figure.axes[0].get_lines()}
         assert shown["joint"] == styles.line("joint")["color"], name
-        assert shown["window-only"] == styles.line("none")["color"], name
-
-
-def test_heat_maps_put_each_share_where_it_belongs(run: Path) -> None:
-    path = run / "eval" / "eval.json"
-    found = json.loads(path.read_text())
-    found["passkey"] = [
-        {"length": n, "depth": depth, "samples": 3, "joint": share}
-        for (n, depth), share in {(128, 1.0): 0.1, (64, 0.0): 0.2, (128, 0.0): 0.3}.items()
-    ]
-    path.write_text(json.dumps(found))
-    (needles,) = [picture for picture in pictures(collect(run)) if picture.name == "passkey"]
-    axes = needles.figure.axes[0]
-    # by depth from the top, then by length; 64 tokens at the end were not measured
-    assert [text.get_text() for text in axes.texts] == ["20", "30", "–", "10"]
-    assert axes.yaxis_inverted()
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["64", "128"]
-    assert "joint 20 %" in needles.alt
-
-
-def test_a_teacher_that_finds_nothing_is_no_fault_of_the_memory(run: Path) -> None:
-    path = run / "eval" / "eval.json"
-    found = json.loads(path.read_text())
-    for cell in found["recall"]:
-        cell["teacher"] = 0.0
-    path.write_text(json.dumps(found))
-    notes = {picture.name: picture.note for picture in pictures(collect(run))}
-    assert "where the base cannot" in notes["recall"]
-    assert "where the base cannot" not in notes["passkey"]
+        assert shown["window-only"] == styles.line("window-only")["color"], name
 
 
 def test_a_long_run_is_thinned_by_means() -> None:

@@ -13,7 +13,6 @@ from retrofit.costs.held import kept_bytes
 from retrofit.evaluation.contenders import Contender, identity, load_contenders, lossless, ready
 from retrofit.evaluation.harness import run_harness
 from retrofit.evaluation.passkey import make_prompts, score_passkey
-from retrofit.evaluation.perplexity import perplexity_by_size, table
 from retrofit.evaluation.recall import check_bindings, score_recall
 from retrofit.evaluation.scores import gap_closed
 from retrofit.evaluation.settings import WINDOW_ONLY, Settings
@@ -83,9 +82,6 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
         score_recall(rows, tokenizer, store, **grid, seed=settings.seed, chunk=chunk)
     if prompts:
         score_passkey(rows, tokenizer, store, prompts, chunk=chunk)
-    sizes = None
-    if settings.sizes and sequences is not None:
-        sizes = table(perplexity_by_size(rows[0].model, sequences, settings.sizes, chunk=chunk))[0]
     summary = {
         "settings": asdict(settings),
         "rows": [_describe(row, narrow) for row in rows],
@@ -95,7 +91,6 @@ def run_evaluation(settings: Settings, output: Path, overwrite: bool = False) ->
         "recall": store.means("recall", by="bindings") if "recall" in settings.probes else None,
         "passkey": store.means("passkey", by="depth") if prompts else None,
         "harness": harness,
-        "sizes": sizes,
         "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
     }
     store.begin()

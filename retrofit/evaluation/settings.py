@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from patches.errors import RetrofitError
 from retrofit.settings import Checked, setting
 
 TEACHER, WINDOW_ONLY, EQUAL = "teacher", "window-only", "window-only, equal memory"  # rows of every evaluation
@@ -57,16 +56,5 @@ class Settings(Checked):
         least=2,
     )
     limit: int | None = setting(None, "Documents of each task, of RULER's at each length (default: all).", least=1)
-    sizes: tuple[int, ...] = setting(
-        (),
-        "Tokens that the training-free policies keep; measures their perplexity on the text; repeat for more.",
-        flag="--size",
-        least=5,
-    )
     seed: int = setting(0, "Seed of the probes.", least=0, most=2**32 - 1)
     chunk: int = setting(2048, "Tokens per forward pass.", least=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sizes and self.data is None:
-            raise RetrofitError("perplexity by size of state needs a text: give --data")

@@ -44,7 +44,4 @@ def tables(summary: dict[str, Any]) -> list[Printed]:
         found.append(("pass keys found", summary["passkey"], columns))
     if summary["harness"]:
         found.append(("harness", summary["harness"], {"task": ("", ""), "metric": ("", "")} | values))
-    if summary["sizes"]:
-        sizes = {str(size): (str(size), ".2f") for size in summary["settings"]["sizes"]}
-        found.append(("perplexity by size of state", summary["sizes"], {"policy": ("", "")} | sizes))
     return found

@@ -15,7 +15,7 @@ OF_A_RUN = (METRICS, LOG, RECIPE, "run.json")
 Row = dict[str, Any]
 
 # what is read of the two summaries
-LISTS, MAPPINGS = "rows curve text recall passkey harness sizes", "recipe parameters tokens data versions"
+LISTS, MAPPINGS = "rows curve text recall passkey harness", "recipe parameters tokens data versions"
 KINDS: dict[str, type] = dict.fromkeys(LISTS.split(), list) | {"command": str}
 KINDS |= dict.fromkeys([*MAPPINGS.split(), "settings", "identity"], dict)
 

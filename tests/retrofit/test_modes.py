@@ -11,7 +11,6 @@ import retrofit
 from patches.kinds import KINDS
 from retrofit.calibration import measure_needs
 from retrofit.evaluation.contenders import contenders, ready
-from retrofit.evaluation.perplexity import perplexity
 from retrofit.evaluation.scores import hidden_states
 from tests.conftest import tiny_base
 from tests.helpers import tokens
@@ -28,7 +27,6 @@ MEASURES: dict[str, Callable[[Any, Tensor], Any]] = {
     "calibrate": lambda model, ids: retrofit.calibrate(model, [ids]),
     "by need": lambda model, ids: measure_needs(model, [ids]),
     "evaluate": lambda model, ids: retrofit.evaluate(model, ids, start=10),
-    "perplexity": perplexity,
     "contenders": read_by_all,
 }
 

@@ -176,7 +176,6 @@ def test_the_command(byte_checkpoint: Path, adapter: Path, tmp_path: Path) -> No
         (("--seq-len", 8, "--probe", "identity"), "never leave a window of 10"),
         (("--seq-len", 40, "--probe", "recall", "--length", 60, "--bindings", 99), "99 bindings do not fit"),
         (("--seq-len", 40, "--tasks", "no-such-task"), "harness"),
-        (("--size", 4), "sizes"),
     ],
 )
 def test_bad_input(
@@ -201,12 +200,10 @@ def test_results_that_are_none_are_not_overwritten(settings: Settings, tmp_path:
         (out / name).unlink()
 
 
-def test_a_needle_and_sizes_beside_one_another(settings: Settings, tmp_path: Path) -> None:
+def test_a_needle_of_two_lengths(settings: Settings, tmp_path: Path) -> None:
     """The harness makes the needle by itself, at any length; so many of each length are asked."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-    asked = replace(
-        settings, probes=(), tasks=("niah_single_1",), task_lengths=(700, 800), limit=1, sizes=(6, 12), seq_len=40
-    )
+    asked = replace(settings, probes=(), tasks=("niah_single_1",), task_lengths=(700, 800), limit=1, seq_len=40)
     summary = run_evaluation(asked, tmp_path / "out")
     assert [(entry["task"], entry["metric"]) for entry in summary["harness"]] == [
         ("niah_single_1", "700"),
@@ -214,11 +211,4 @@ def test_a_needle_and_sizes_beside_one_another(settings: Settings, tmp_path: Pat
     ]
     names = ("teacher", "window-only", EQUAL, "first")
     assert all(entry[row] in (0, 1) for entry in summary["harness"] for row in names)
-    assert [entry["policy"] for entry in summary["sizes"]] == ["full", "window", "window+4", "h2o", "tova"]
-    titles = [title for title, _, _ in tables(summary)]
-    assert titles[-2:] == ["harness", "perplexity by size of state"]
-
-
-def test_sizes_want_a_text(settings: Settings) -> None:
-    with pytest.raises(RetrofitError, match="needs a text: give --data"):
-        replace(settings, data=None, sizes=(64,))
+    assert tables(summary)[-1][0] == "harness"

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from patches.errors import RetrofitError, one_of
 from retrofit.evaluation.scores import CHUNK, evaluate
 from retrofit.patching import patch
 from retrofit.table import show_progress
@@ -49,24 +48,13 @@ def perplexity_by_size(
     Args:
         base: a base, or a patched model, whose base is taken.
         sequences: (N, T) token ids, without padding; all but the first token of each are predicted.
-        sizes: tokens held per layer, sinks included.
+        sizes: tokens held per layer, sinks included; 5 or more for "window+4", 2 for the others.
         policies: of :data:`POLICIES`.
         chunk: tokens per forward pass.
 
     Returns:
         ``{policy: {size: perplexity}}``, ``"full"`` first, under the size None.
-
-    Raises:
-        RetrofitError: an unknown policy, a size too small for one, or texts of less than two tokens.
     """
-    for policy in policies:
-        one_of("policy", policy, *POLICIES)
-    if sequences.ndim != 2 or not len(sequences) or sequences.shape[1] < 2:
-        raise RetrofitError(f"texts of shape {tuple(sequences.shape)} predict nothing: give one of two tokens or more")
-    least = 5 if "window+4" in policies else 2
-    if min(sizes, default=least) < least:
-        raise RetrofitError(f"sizes={list(sizes)}: these policies need {least} or more")
-
     found: dict[str, dict[int | None, float]] = {name: {} for name in (FULL, *policies)}
     cells: list[tuple[str, int | None]] = [(FULL, None), *((policy, size) for size in sizes for policy in policies)]
     for policy, size in show_progress(cells, "sizes of state"):

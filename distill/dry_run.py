@@ -31,7 +31,7 @@ from patches.config import MemoryConfig, check_base
 from patches.errors import RetrofitError
 from retrofit.costs.bases import base_config
 from retrofit.costs.estimate import DTYPES, layer_memories
-from retrofit.costs.flops import Shape, attention_flops, distinct
+from retrofit.costs.flops import Shape, attention_flops, distinct, forward_flops
 from retrofit.files import write_json
 from retrofit.patching import skeleton
 from retrofit.plain_yaml import dump_yaml
@@ -236,21 +236,15 @@ def _sequence(config: Any, recipe: DistillConfig, window: tuple[int, int]) -> tu
     """Operations of one row, without and with checkpointing and in a local step, and its scored positions."""
     shape, T = Shape.of(config), recipe.max_length
     settings = _settings(recipe, *window)
-    layers = distinct(layer_memories(config, settings))
-    attention = sum(count * attention_flops(shape, memory, T) for memory, count in layers)
-    scan = sum(count * memory.flops(T) for memory, count in layers if memory is not None)
-    body, scored = 2 * shape.body * T, max(0, T - min(settings.windows(config)) - settings.sinks)
+    base, memories = (layer_memories(config, one) for one in (None, settings))
+    full, student = (forward_flops(shape, one, T, head=0) for one in (base, memories))
+    attention = sum(count * attention_flops(shape, memory, T) for memory, count in distinct(memories))
+    patched = [(memory, count) for memory, count in distinct(memories) if memory is not None]
+    scan = sum(count * memory.flops(T) for memory, count in patched)
+    backward = student + 1.5 * attention + scan
+    scored = max(0, T - min(settings.windows(config)) - settings.sinks)
     with_teacher = recipe.loss != "ce"
-    full = sum(count * attention_flops(shape, memory, T) for memory, count in distinct(layer_memories(config, None)))
-    teacher = body + full if with_teacher else 0
-    student = body + attention + scan
-    backward = body + 2.5 * attention + 2 * scan
     head = (3 if with_teacher else 2) * 2 * shape.head * scored
-    plain = teacher + student + backward + head
-    patched = sum(
-        count * (2 * shape.projections * T + attention_flops(shape, memory, T))
-        for memory, count in layers
-        if memory is not None
-    )
-    local = body + shape.layers * attention_flops(shape, None, T) + 2 * patched + 3 * scan
-    return plain, plain + student, local, scored
+    plain = full * with_teacher + student + backward + head
+    layers = sum(count * (2 * shape.projections * T + attention_flops(shape, memory, T)) for memory, count in patched)
+    return plain, plain + student, full + 2 * layers + 3 * scan, scored

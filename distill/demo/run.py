@@ -22,9 +22,9 @@ import retrofit
 from distill.callbacks import ShowProgress
 from distill.config import DistillConfig
 from distill.data.rows import pack_tokens
-from distill.demo.recall import pick_questions, print_recall, reload
+from distill.demo.recall import find_question, reload
 from distill.demo.teacher import COPIED, LENGTH, RECALLED, train_teacher
-from distill.demo.text import documents, generator, recall_distance, tokenizer
+from distill.demo.text import WORDS, documents, generator, recall_distance, tokenizer
 from distill.model import calibrate_on
 from distill.preflight import find_trainable
 from distill.progress import Bar, progress_bar
@@ -42,7 +42,6 @@ from retrofit.table import print_table, write_rows
 WINDOW, SINKS = 32, 4
 STEPS, BATCH = 400, 8
 HELD_OUT = 64  # documents
-QUESTIONS = 6  # shown at the end
 STAGES = {
     "copy": f"teacher 1/3, until {COPIED:.0%}",
     "short": f"teacher 2/3, until {RECALLED:.0%}",
@@ -132,13 +131,15 @@ def run_demo(
             "Bytes are those that a layer keeps of a document besides sinks and window."
         )
 
-        questions = pick_questions(held_out, WINDOW + SINKS, QUESTIONS)
-        prompts = [" ".join(question.words) for question in questions]
-        logits, completions = reload(output / "model", held_out[:BATCH], prompts)
+        asked, ago = find_question(held_out, 2 * (WINDOW + SINKS))
+        prompt, answer = " ".join(asked), asked[len(asked) - ago]
+        logits, completion = reload(output / "model", held_out[:BATCH], prompt)
         with torch.no_grad():
             if not torch.equal(logits, model(held_out[:BATCH]).logits):
                 raise RetrofitError(f"{output / 'model'} does not compute what the distilled model computes")
-        print_recall(console, model, questions, completions)
+        console.print("\nIn a fresh process without this package, the export completes a held-out prompt, whose last")
+        console.print(f"name was followed by '{answer}' {ago} tokens before:\n")
+        console.print(f"[dim]{prompt}[/dim] → [bold green]{' '.join(WORDS[token] for token in completion)}")
     console.print(f"\nAdapter, base and model are in {output} ({time.perf_counter() - began:.0f} s in all).")
     return rows
 

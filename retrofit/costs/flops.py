@@ -8,8 +8,6 @@ from typing import Any
 
 from patches.memory import Memory
 
-LAST = 1  # positions that go through the head when a prompt is read
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -78,19 +76,17 @@ def attention_flops(shape: Shape, memory: Memory | None, tokens: int) -> int:
     return 4 * pairs * shape.heads * shape.head_dim
 
 
-def forward_flops(shape: Shape, memories: list[Memory | None], tokens: int, head: int = LAST) -> int:
+def forward_flops(shape: Shape, memories: list[Memory | None], tokens: int, head: int) -> int:
     """Of the whole model over one sequence.
 
     Args:
         memories: one per layer, None for a layer with full attention.
         head: positions that go through the output head.
     """
-    layers = sum(count * _layer(shape, memory, tokens) for memory, count in distinct(memories))
-    return 2 * shape.body * tokens + layers + 2 * shape.head * head
-
-
-def _layer(shape: Shape, memory: Memory | None, tokens: int) -> int:
-    return attention_flops(shape, memory, tokens) + (0 if memory is None else memory.flops(tokens))
+    flops = 2 * shape.body * tokens + 2 * shape.head * head
+    for memory, count in distinct(memories):
+        flops += count * (attention_flops(shape, memory, tokens) + (0 if memory is None else memory.flops(tokens)))
+    return flops
 
 
 def distinct(memories: list[Memory | None]) -> list[tuple[Memory | None, int]]:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrofit
 from distill.demo import run as demo
-from distill.demo.recall import Question, pick_questions, reload
+from distill.demo.recall import find_question, reload
 from distill.demo.run import run_demo
 from distill.demo.teacher import new_model
 from distill.demo.text import NAMES, WORDS, documents, generator, tokenizer
@@ -77,8 +77,8 @@ def test_refuses_a_taken_output_before_training(tmp_path: Path) -> None:
 def test_an_export_that_computes_something_else_is_noticed(
     quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other(folder: Path, ids: torch.Tensor, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(*ids.shape, len(WORDS)), ids[: len(prompts)]
+    def other(folder: Path, ids: torch.Tensor, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(*ids.shape, len(WORDS)), ids[0]
 
     monkeypatch.setattr(demo, "reload", other)
     with pytest.raises(RetrofitError, match="does not compute"):
@@ -87,19 +87,14 @@ def test_an_export_that_computes_something_else_is_noticed(
 
 def test_a_broken_export_is_told_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(RetrofitError, match="does not load in a fresh process"):
-        reload(tmp_path, documents(1, 9, generator(0, "test")), ["the"])
+        reload(tmp_path, documents(1, 9, generator(0, "test")), "the")
 
 
-def test_questions_are_the_first_of_their_documents() -> None:
-    ids = documents(20, 256, generator(0, "test"))
-    found = []
-    for row in ids:
-        words, seen = [WORDS[token] for token in row], dict[str, int]()
-        for at in range(1, len(words)):
-            if (name := words[at - 1]) in NAMES:
-                if at - seen.get(name, at) > 72:
-                    found.append(Question(words[:at], at - seen[name]))
-                    assert found[-1].answer == words[at] == words[seen[name]]
-                    break
-                seen[name] = at
-    assert pick_questions(ids, exact=36, count=5) == found[:5]
+def test_the_question_is_the_first_with_its_answer_long_ago() -> None:
+    words, ago = find_question(documents(20, 256, generator(0, "test")), 72)
+    assert ago > 72
+    assert words[-1] in NAMES
+    assert words[len(words) - 1 - ago] == words[-1], "its name stands before the surname"
+    assert words[-1] not in words[len(words) - ago : -1]
+    with pytest.raises(IndexError):
+        find_question(documents(1, 40, generator(0, "test")), 72)

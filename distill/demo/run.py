@@ -137,9 +137,9 @@ def run_demo(
         with torch.no_grad():
             if not torch.equal(logits, model(held_out[:BATCH]).logits):
                 raise RetrofitError(f"{output / 'model'} does not compute what the distilled model computes")
-        console.print("\nIn a fresh process without this package, the export completes a held-out prompt, whose last")
-        console.print(f"name was followed by '{answer}' {ago} tokens before:\n")
+        console.print("\nIn a fresh process without this package, the export completes a held-out prompt:\n")
         console.print(f"[dim]{prompt}[/dim] → [bold green]{' '.join(WORDS[token] for token in completion)}")
+        console.print(f"\nThe last name was followed by '{answer}' {ago} tokens before.")
     console.print(f"\nAdapter, base and model are in {output} ({time.perf_counter() - began:.0f} s in all).")
     return rows
 

@@ -50,7 +50,7 @@ def check_output(
         )
     folders = [at_home(read) for read in data]
     for read in [*(at_home(read) for read in inputs), *folders]:
-        if read.exists() and any(place.is_relative_to(path.resolve()) for place in _way(read)):
+        if read.exists() and read.resolve().is_relative_to(path.resolve()):
             raise RetrofitError(f"{path} is or contains {read}, which is an input: choose another output folder")
     for read in folders:
         if read.is_dir() and path.resolve().is_relative_to(read.resolve()):
@@ -105,21 +105,6 @@ def check_file(path: str | Path, inputs: Iterable[str | Path | None] = ()) -> No
     for read in (at_home(read) for read in inputs if read is not None):
         if path.exists() and read.exists() and path.resolve().is_relative_to(read.resolve()):
             raise RetrofitError(f"{path} is or belongs to {read}, which is an input: choose another file")
-
-
-def _way(path: Path) -> Iterator[Path]:
-    """Where ``path``, which exists, leads past: every folder, every link, and what each of these points to."""
-    ahead, here = [*reversed(Path(path.absolute()).parts)], Path()
-    while ahead:
-        place = here / ahead.pop()
-        if place.name == "..":
-            here = here.parent  # of no link: here are none
-            continue
-        yield place
-        if place.is_symlink():
-            ahead += reversed(Path(os.readlink(place)).parts)  # an absolute one begins anew
-        else:
-            here = place
 
 
 def at_home(path: str | Path) -> Path:

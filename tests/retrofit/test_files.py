@@ -160,28 +160,17 @@ def test_an_output_that_holds_an_input(tmp_path: Path) -> None:
     check_output(tmp_path / "runs" / "other", inputs=[base])
 
 
-def test_an_output_that_a_link_to_an_input_lies_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replacing the folder would take the link away, and with it the way to what the command reads."""
-    far, out = tmp_path / "far", tmp_path / "out"
-    (far / "sub").mkdir(parents=True)
-    (far / "sub" / "text.txt").write_text("one")
-    out.mkdir()
-    (out / "file").symlink_to(far / "sub" / "text.txt")
-    (out / "folder").symlink_to("../far")
-    (tmp_path / "twice").symlink_to("out/folder")
-    (tmp_path / "alias").symlink_to(out)
-    ways = ["out/file", "out/folder", "out/folder/sub/text.txt", "twice", "twice/sub", "far/../out/file", "alias/file"]
-    monkeypatch.chdir(tmp_path)
-    for way in [*ways, *map(tmp_path.joinpath, ways), "far/../alias/folder/sub/../sub/text.txt"]:
-        for place in (out, "out", "alias", "far/../out"):
-            with pytest.raises(RetrofitError, match=r"which is an input: choose another output folder"):
-                check_output(place, overwrite=True, data=[way])
+def test_an_input_behind_a_link(tmp_path: Path) -> None:
+    """A link in the output itself is no file of ours, so the folder is not replaced."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "text.txt").write_text("one")
+    (tmp_path / "link").symlink_to(tmp_path / "far")
+    for read in ("link", "link/text.txt"):
+        with pytest.raises(RetrofitError, match="which is an input: choose another output folder"):
+            check_output(tmp_path / "far", overwrite=True, inputs=[tmp_path / read])
     (tmp_path / "hard").mkdir()
-    os.link(far / "sub" / "text.txt", tmp_path / "hard" / "text.txt")
-    for place in ("new", "hard"):  # what has another name is not lost
-        check_output(place, overwrite=True, data=[far / "sub" / "text.txt"])
-    with pytest.raises(RetrofitError, match="an input"):
-        check_output("far/sub", overwrite=True, data=["out/file"])
+    os.link(tmp_path / "far" / "text.txt", tmp_path / "hard" / "text.txt")
+    check_output(tmp_path / "hard", overwrite=True, data=[tmp_path / "far" / "text.txt"])  # its other name stays
 
 
 def test_an_output_inside_the_data(tmp_path: Path) -> None:

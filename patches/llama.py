@@ -1,19 +1,14 @@
 """Llama with a memory: configuration, model, causal LM."""
 
-from typing import Any
-
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from .causal_lm import MemoryCausalLM
 from .modeling import MemoryModel
+from .pretrained import MemoryField
 
 
-class RetrofitLlamaConfig(LlamaConfig):
-    """``LlamaConfig`` and one field: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
-
+class RetrofitLlamaConfig(LlamaConfig, MemoryField):
     model_type = "retrofit_llama"
-    _auto_class = "AutoConfig"
-    memory: dict[str, Any] | None = None
 
 
 class RetrofitLlamaModel(MemoryModel, LlamaModel):

@@ -1,19 +1,14 @@
 """Mistral with a memory: configuration, model, causal LM."""
 
-from typing import Any
-
 from transformers import MistralConfig, MistralForCausalLM, MistralModel
 
 from .causal_lm import MemoryCausalLM
 from .modeling import MemoryModel
+from .pretrained import MemoryField
 
 
-class RetrofitMistralConfig(MistralConfig):
-    """``MistralConfig`` and one field: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
-
+class RetrofitMistralConfig(MistralConfig, MemoryField):
     model_type = "retrofit_mistral"
-    _auto_class = "AutoConfig"
-    memory: dict[str, Any] | None = None
 
 
 class RetrofitMistralModel(MemoryModel, MistralModel):

@@ -6,14 +6,11 @@ from transformers import MixtralConfig, MixtralForCausalLM, MixtralModel
 
 from .causal_lm import MemoryCausalLM
 from .modeling import MemoryModel
+from .pretrained import MemoryField
 
 
-class RetrofitMixtralConfig(MixtralConfig):
-    """``MixtralConfig`` and one field: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
-
+class RetrofitMixtralConfig(MixtralConfig, MemoryField):
     model_type = "retrofit_mixtral"
-    _auto_class = "AutoConfig"
-    memory: dict[str, Any] | None = None
 
 
 class RetrofitMixtralModel(MemoryModel, MixtralModel):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers import initialization as init
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel as Host
 else:
     Host = object
+
+
+class MemoryField(PretrainedConfig):
+    """Mixin behind a family's configuration: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
+
+    _auto_class = "AutoConfig"
+    memory: dict[str, Any] | None = None
 
 
 class MemoryPreTrained(Host):

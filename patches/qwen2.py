@@ -1,19 +1,14 @@
 """Qwen2 with a memory: configuration, model, causal LM."""
 
-from typing import Any
-
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
 from .causal_lm import MemoryCausalLM
 from .modeling import MemoryModel
+from .pretrained import MemoryField
 
 
-class RetrofitQwen2Config(Qwen2Config):
-    """``Qwen2Config`` and one field: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
-
+class RetrofitQwen2Config(Qwen2Config, MemoryField):
     model_type = "retrofit_qwen2"
-    _auto_class = "AutoConfig"
-    memory: dict[str, Any] | None = None
 
 
 class RetrofitQwen2Model(MemoryModel, Qwen2Model):

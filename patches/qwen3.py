@@ -1,19 +1,14 @@
 """Qwen3 with a memory: configuration, model, causal LM."""
 
-from typing import Any
-
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from .causal_lm import MemoryCausalLM
 from .modeling import MemoryModel
+from .pretrained import MemoryField
 
 
-class RetrofitQwen3Config(Qwen3Config):
-    """``Qwen3Config`` and one field: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
-
+class RetrofitQwen3Config(Qwen3Config, MemoryField):
     model_type = "retrofit_qwen3"
-    _auto_class = "AutoConfig"
-    memory: dict[str, Any] | None = None
 
 
 class RetrofitQwen3Model(MemoryModel, Qwen3Model):

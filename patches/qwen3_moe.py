@@ -6,14 +6,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeModel
 
 from .causal_lm import MemoryCausalLM
 from .modeling import MemoryModel
+from .pretrained import MemoryField
 
 
-class RetrofitQwen3MoeConfig(Qwen3MoeConfig):
-    """``Qwen3MoeConfig`` and one field: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
-
+class RetrofitQwen3MoeConfig(Qwen3MoeConfig, MemoryField):
     model_type = "retrofit_qwen3_moe"
-    _auto_class = "AutoConfig"
-    memory: dict[str, Any] | None = None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

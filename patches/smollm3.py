@@ -1,19 +1,14 @@
 """SmolLM3 with a memory, also in the layers that do not rotate: configuration, model, causal LM."""
 
-from typing import Any
-
 from transformers import SmolLM3Config, SmolLM3ForCausalLM, SmolLM3Model
 
 from .causal_lm import MemoryCausalLM
 from .modeling import MemoryModel
+from .pretrained import MemoryField
 
 
-class RetrofitSmolLM3Config(SmolLM3Config):
-    """``SmolLM3Config`` and one field: ``memory``, a mapping as ``MemoryConfig.to_dict`` writes it."""
-
+class RetrofitSmolLM3Config(SmolLM3Config, MemoryField):
     model_type = "retrofit_smollm3"
-    _auto_class = "AutoConfig"
-    memory: dict[str, Any] | None = None
 
 
 class RetrofitSmolLM3Model(MemoryModel, SmolLM3Model):

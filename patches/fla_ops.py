@@ -34,7 +34,7 @@ def load_form(op: str, device: str, gradient: bool) -> Callable[..., Any]:
         forms = getattr(module, f"chunk_{op}"), getattr(module, f"fused_recurrent_{op}")
     except Exception as error:  # without triton, or with another one than it knows, anything
         raise ImportError(f"flash-linear-attention does not import ({error}): {INSTALL}") from error
-    return partial(_choose_form, *forms, gradient)
+    return partial(run_form, *forms, gradient)
 
 
 def refuse(device: str, gradient: bool) -> None:
@@ -53,7 +53,7 @@ def refuse(device: str, gradient: bool) -> None:
         raise ImportError(f"Triton {triton} miscompiles its backward on Hopper: pip install -U 'torch>=2.12.1'")
 
 
-def _choose_form(
+def run_form(
     chunks: Callable[..., Any],
     steps: Callable[..., Any],
     gradient: bool,
@@ -66,21 +66,6 @@ def _choose_form(
     *,
     scale: float,
     normalise: bool = False,
-) -> tuple[Tensor, Tensor]:
-    form = steps if not gradient and q.shape[2] <= STEPWISE else chunks
-    run = form if beta is None else partial(form, use_qk_l2norm_in_kernel=normalise)
-    return _run(run, q, k, v, beta, log_decay, state, scale)
-
-
-def _run(
-    run: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """One of fla's ops: sizes filled up, everything once for each query head, as its kernels want it.
 
@@ -95,7 +80,7 @@ def _run(
         return q.new_zeros(B, H, T, V, dtype=torch.float32), empty if state is None else state
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     q, k, v = (_fill_tiles(_repeat_heads(x, H).to(dtype)) for x in (q, k, v))
-    gates = {} if beta is None else {"beta": _repeat_heads(beta, H)}
+    more = {} if beta is None else {"beta": _repeat_heads(beta, H), "use_qk_l2norm_in_kernel": normalise}
     if log_decay is None:
         g = q.new_zeros(B, T, H, dtype=torch.float32)
     else:
@@ -103,7 +88,8 @@ def _run(
         g = _repeat_heads(log_decay, H).float().clamp_min(FORGOTTEN)
     if state is not None:
         state = pad(state.float(), (0, -V % TILE, 0, -K % TILE)).repeat_interleave(H // states, 1)
-    out, last = run(q=q, k=k, v=v, g=g, **gates, scale=scale, initial_state=state, output_final_state=True)
+    run = steps if not gradient and T <= STEPWISE else chunks
+    out, last = run(q=q, k=k, v=v, g=g, **more, scale=scale, initial_state=state, output_final_state=True)
     # a view would keep what was filled up and the other queries' copies alive
     return out[..., :V].float().transpose(1, 2), last[:, :: H // states, :K, :V].contiguous()
 

@@ -10,8 +10,7 @@ torch. Left unset, the first row of ``TABLE`` that fits and can be imported is t
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -237,19 +236,3 @@ def forced_backends() -> list[str]:
         if name not in known:
             raise RetrofitError(f"{VARIABLE}={name!r}{nearest(name, known)}: use {', '.join(known)}, or unset it")
     return names
-
-
-@contextmanager
-def forced(*backends: str) -> Iterator[None]:
-    """Inside the block these backends serve what they can, torch the rest; with none the table chooses."""
-    before, chosen = os.environ.get(VARIABLE), dict(_chosen)
-    os.environ[VARIABLE] = ",".join(backends)
-    _chosen.clear()
-    try:
-        yield
-    finally:
-        os.environ.pop(VARIABLE)
-        if before is not None:
-            os.environ[VARIABLE] = before
-        _chosen.clear()
-        _chosen.update(chosen)

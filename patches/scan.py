@@ -44,11 +44,10 @@ def run_recurrence(
     k, v = per_state(k, states), per_state(v, states)
     log_decay = None if log_decay is None else per_state(log_decay, states)
     few = q.shape[2] <= STEPWISE
-    inputs: tuple[Tensor | None, ...] = (q, k, v, log_decay)
-    form: Callable[..., tuple[Tensor, Tensor]] = linear_attention_steps if few else linear_attention_chunks
-    if beta is not None:
-        inputs = (q, k, v, beta, log_decay)
-        form = gated_delta_rule_steps if few else gated_delta_rule_chunks
+    inputs: tuple[Tensor | None, ...] = (q, k, v, beta, log_decay)
+    form: Callable[..., tuple[Tensor, Tensor]] = gated_delta_rule_steps if few else gated_delta_rule_chunks
+    if beta is None and not few:
+        inputs, form = (q, k, v, log_decay), linear_attention_chunks
     segment = SEGMENT if q.device.type == "cpu" else GPU_SEGMENT
     readings = []
     for first in range(0, max(q.shape[2], 1), segment):
@@ -73,7 +72,8 @@ def gated_delta_rule_steps(
     ``S <- a S;  S <- S + beta k (v - k S)^T;  o = scale q S`` (AHN, arXiv 2510.07318, eq. 5; DeltaNet is ``a = 1``).
     The query of a step sees the token written in that step. Arguments and results as in kernels.py, all in one dtype
     and with keys and values of each state; keys of length at most 1 keep it stable.
-    Without ``beta`` nothing is corrected: :func:`linear_attention_steps`.
+    Without ``beta`` nothing is corrected, and this is decayed linear attention (as in Mamba2, arXiv 2405.21060):
+    ``S <- a S + k v^T``.
     """
     B, H, T, D = k.shape
     if T == 0:
@@ -183,21 +183,6 @@ def write_in_place(
     return read if states == H else read.view(B, H, 1, -1), state
 
 
-def linear_attention_steps(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    state: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Decayed linear attention, token by token: ``S <- a S + k v^T;  o = scale q S`` (as in Mamba2, arXiv 2405.21060).
-
-    As :func:`gated_delta_rule_steps` besides; a writing strength goes into ``k`` or ``v`` beforehand.
-    """
-    return gated_delta_rule_steps(q, k, v, None, log_decay, state, scale)
-
-
 def linear_attention_chunks(
     q: Tensor,
     k: Tensor,
@@ -207,7 +192,7 @@ def linear_attention_chunks(
     scale: float = 1.0,
     chunk: int = 2 * CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Decayed linear attention in chunks: the same numbers as :func:`linear_attention_steps`, in matrix products."""
+    """Decayed linear attention in chunks: the same numbers as :func:`gated_delta_rule_steps` without ``beta``."""
     B, H, T, D = k.shape
     queries = q.shape[1] // H
     if state is None:

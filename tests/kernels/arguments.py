@@ -1,10 +1,15 @@
-"""Random arguments of the recurrences for any sharing of keys and states."""
+"""Random arguments of the recurrences for any sharing of keys and states, and who serves them."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+
+from patches import kernels
 
 
 def recurrence(
@@ -60,3 +65,19 @@ def distance(ours: Tensor, exact: Tensor) -> float:
     """Largest difference, as a share of the largest number."""
     ours, exact = ours.detach().cpu().double(), exact.detach().cpu().double()
     return float((ours - exact).abs().max() / exact.abs().max().clamp_min(1e-6))
+
+
+@contextmanager
+def forced(*backends: str) -> Iterator[None]:
+    """Inside the block these backends serve what they can, torch the rest; with none the table chooses."""
+    before, chosen = os.environ.get(kernels.VARIABLE), dict(kernels._chosen)
+    os.environ[kernels.VARIABLE] = ",".join(backends)
+    kernels._chosen.clear()
+    try:
+        yield
+    finally:
+        os.environ.pop(kernels.VARIABLE)
+        if before is not None:
+            os.environ[kernels.VARIABLE] = before
+        kernels._chosen.clear()
+        kernels._chosen.update(chosen)

@@ -14,7 +14,7 @@ from patches import kernels
 from patches.kinds import KINDS
 from retrofit.bench.models import random_base
 from tests.helpers import awaken
-from tests.kernels.arguments import distance, recurrence, results
+from tests.kernels.arguments import distance, forced, recurrence, results
 
 # how far a kernel may be from the torch form in float64, as a share of the largest number
 BOUNDS = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
@@ -121,7 +121,7 @@ def check_kinds(session: Session) -> None:
             ids = torch.arange(150, device=session.device).view(2, 75) % 97
             found = {}
             for backends in ((), ("torch",)):
-                with kernels.forced(*backends):
+                with forced(*backends):
                     model.zero_grad()
                     logits = model(ids).logits.float()
                     found[backends] = [logits.detach()]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from patches import kernels
-from tests.kernels.arguments import distance, recurrence, results
+from tests.kernels.arguments import distance, forced, recurrence, results
 from tests.kernels.test_table import OPS, readable, unit_length
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -47,7 +47,7 @@ def test_a_state_handed_on(op: str) -> None:
     arguments = recurrence(op, 70, dtype=torch.float32)
     whole = readable(op, **arguments, scale=1.0)
     state, out = arguments.pop("state"), []
-    with kernels.forced("fla"), torch.no_grad():
+    with forced("fla"), torch.no_grad():
         for first, last in ((0, 66), (66, 67), (67, 70)):
             piece = {name: x[:, :, first:last] for name, x in arguments.items()}
             read, state = getattr(kernels, op)(**piece, state=state, scale=1.0)
@@ -59,7 +59,7 @@ def test_a_state_handed_on(op: str) -> None:
 def compare(op: str, arguments: dict[str, Any], tolerance: float, gradient: bool = True) -> None:
     exact = {name: x.double() for name, x in arguments.items()}
     theirs = results(partial(readable, op), exact, gradient, scale=0.3, **unit_length(op))
-    with kernels.forced("fla"):
+    with forced("fla"):
         assert kernels.find(op, "cpu", arguments["q"].dtype, gradient)[0].backend == "fla"
         ours = results(getattr(kernels, op), arguments, gradient, scale=0.3, **unit_length(op))
     assert ours.keys() == theirs.keys()

@@ -11,9 +11,10 @@ from torch import Tensor
 
 import retrofit
 from distill.simulate import checkpoint_layers
-from patches import fla_ops, kernels
+from patches import fla_ops
 from tests.conftest import tiny_base
 from tests.helpers import S, W, awaken, feed, left_mask, logits, positions, tokens
+from tests.kernels.arguments import forced
 from tests.kernels.test_models import KINDS
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -23,7 +24,7 @@ LENGTH, SHORT = 27, 14  # of the rows of a batch, the second padded on the left
 @pytest.fixture(params=KINDS)
 def model(request: pytest.FixtureRequest) -> Any:
     kind, options = KINDS[request.param]
-    with kernels.forced("fla"):
+    with forced("fla"):
         yield awaken(retrofit.patch(tiny_base("Qwen2", num_hidden_layers=1), kind, W, S, **options), 0.03)
 
 
@@ -84,11 +85,11 @@ def test_generation_and_gradients(model: Any) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the queries with which fla's kernels were called."""
     calls: list[tuple[int, ...]] = []
-    run = fla_ops._run
+    run = fla_ops.run_form
 
-    def told(op: Any, q: Tensor, *rest: Any, **how: Any) -> Any:
+    def told(chunks: Any, steps: Any, gradient: bool, q: Tensor, *rest: Any, **how: Any) -> Any:
         calls.append(tuple(q.shape))
-        return run(op, q, *rest, **how)
+        return run(chunks, steps, gradient, q, *rest, **how)
 
-    monkeypatch.setattr(fla_ops, "_run", told)
+    monkeypatch.setattr(fla_ops, "run_form", told)
     return calls

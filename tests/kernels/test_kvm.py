@@ -14,6 +14,7 @@ from patches import kernels
 from retrofit.doctor import examine
 from tests.conftest import tiny_base
 from tests.helpers import ROOT, awake, feed, left_mask, logits, positions, tokens
+from tests.kernels.arguments import forced
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -34,7 +35,7 @@ def merged(backend: str, given: list[Tensor]) -> list[Tensor]:
     rows, probe, written, head = (x.clone() for x in given)
     rows.requires_grad_()
     written.requires_grad_()
-    with kernels.forced(backend):
+    with forced(backend):
         assert kernels.find("merge", "cpu", rows.dtype, True)[0].backend == backend
         out = kernels.choose("merge", rows, written)(rows, probe, written, head)
     weighted = (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
@@ -78,7 +79,7 @@ def test_a_model(options: dict[str, Any]) -> None:
     ids, mask = tokens(2, 34), left_mask([34, 21], 34)
     found = []
     for backend in ("triton", "torch"):
-        with kernels.forced(backend):
+        with forced(backend):
             pieces, _ = feed(model, ids, [14, 9, *[1] * 11], mask, where=positions(mask))
             model.zero_grad()
             out = model(ids, attention_mask=mask, position_ids=positions(mask)).logits[mask.bool()]
@@ -92,7 +93,7 @@ def test_a_model(options: dict[str, Any]) -> None:
 
 
 def test_doctor_says_what_ran() -> None:
-    with kernels.forced("triton"):
+    with forced("triton"):
         found = {finding.name: finding.found for finding in examine()}
     assert found["memory kvm"] == "triton: merge"
     assert found["merge"] == "triton (forced: RETROFIT_KERNELS)"

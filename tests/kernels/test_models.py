@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import retrofit
-from patches import kernels
 from tests.conftest import tiny_base
 from tests.helpers import S, W, awaken
+from tests.kernels.arguments import forced
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 LENGTH, PADDING = 2 * W + 5, 3
@@ -37,9 +37,9 @@ def test_a_kind_is_the_same_model(name: str) -> None:
     kind, options = KINDS[name]
     base = tiny_base("Qwen2", num_hidden_layers=1)
     model = awaken(retrofit.patch(base, kind, W, S, **options))
-    with kernels.forced("fla"):
+    with forced("fla"):
         ours = everything(model)
-    with kernels.forced("torch"):
+    with forced("torch"):
         theirs = everything(model)
     assert ours.keys() == theirs.keys()
     for what, expected in theirs.items():

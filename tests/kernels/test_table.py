@@ -12,7 +12,7 @@ from torch import Tensor
 from patches import fla_ops, kernels, scan
 from patches.errors import RetrofitError
 from tests.helpers import close
-from tests.kernels.arguments import recurrence, results
+from tests.kernels.arguments import forced, recurrence, results
 
 OPS = kernels.OPS[:2]  # the recurrences
 # heads of queries, states, keys: one each; queries that share a state; states that share keys; both
@@ -23,7 +23,7 @@ HEADS = ((2, 2, 2), (6, 2, 2), (4, 4, 2), (8, 4, 2))
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is forced and nothing was chosen before."""
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
-    with kernels.forced():
+    with forced():
         yield
 
 
@@ -141,18 +141,18 @@ def test_a_backend_that_does_not_run_here(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     q = torch.zeros(1, 3, 1, 4)
     with (
-        kernels.forced("fla"),
+        forced("fla"),
         pytest.raises(RetrofitError, match=r"RETROFIT_KERNELS=fla: .* needs a GPU; or unset RETROFIT_KERNELS"),
     ):
         kernels.linear_attention(q, q, q, scale=1.0)
-    with kernels.forced("flaa"), pytest.raises(RetrofitError, match=r"did you mean 'fla'.*use .*torch, or unset it"):
+    with forced("flaa"), pytest.raises(RetrofitError, match=r"did you mean 'fla'.*use .*torch, or unset it"):
         kernels.linear_attention(q, q, q, scale=1.0)
     kernels.linear_attention(q, q, q, scale=1.0)  # nothing of it is remembered
 
 
 def test_forcing_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "torch")
-    with kernels.forced("fla"):
+    with forced("fla"):
         assert kernels.forced_backends() == ["fla"]
     assert os.environ[kernels.VARIABLE] == "torch"
 
@@ -204,7 +204,7 @@ class Recorded:
 @pytest.mark.parametrize(("tokens", "gradient"), [(1, False), (8, False), (9, False), (1, True)])
 def test_fla_is_given_what_it_takes(op: str, heads: tuple[int, int, int], tokens: int, gradient: bool) -> None:
     chunks, steps = Recorded(op), Recorded(op)
-    run = partial(fla_ops._choose_form, chunks, steps, gradient)
+    run = partial(fla_ops.run_form, chunks, steps, gradient)
     arguments = recurrence(op, tokens, heads=heads, dims=(7, 17), dtype=torch.float32)
     ours = results(run, arguments, gradient, scale=0.3, **unit_length(op))
     theirs = results(partial(readable, op), arguments, gradient, scale=0.3, **unit_length(op))
@@ -222,7 +222,7 @@ def test_fla_is_given_what_it_takes(op: str, heads: tuple[int, int, int], tokens
 
 @pytest.mark.parametrize("op", OPS)
 def test_fla_with_no_token(op: str) -> None:
-    run = partial(fla_ops._choose_form, Recorded(op), Recorded(op), False)
+    run = partial(fla_ops.run_form, Recorded(op), Recorded(op), False)
     arguments = recurrence(op, 0, heads=(4, 2, 2), dtype=torch.float32)
     out, last = run(**arguments, scale=1.0, **unit_length(op, False))
     assert out.shape == (2, 4, 0, 6)

@@ -15,7 +15,7 @@ from transformers import DynamicCache, Qwen2Config
 import retrofit
 from patches.ahn import Mamba2
 from patches.config import MemoryConfig
-from patches.scan import linear_attention_chunks, linear_attention_steps
+from patches.scan import gated_delta_rule_steps, linear_attention_chunks
 from retrofit.convert import published_name
 from retrofit.families import FAMILIES
 from tests.helpers import close
@@ -123,7 +123,7 @@ def test_weak_decays_after_strong_ones_keep_their_digits() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 200, 16)
     log_decay = -40 * torch.nn.functional.softplus(3 * torch.randn(1, 2, 200) - 3)
-    exact, _ = linear_attention_steps(q.double(), k.double(), v.double(), log_decay.double())
+    exact, _ = gated_delta_rule_steps(q.double(), k.double(), v.double(), None, log_decay.double())
     read, _ = linear_attention_chunks(q, k, v, log_decay)
     assert (read - exact).norm() < 1e-6 * exact.norm()
 

@@ -14,10 +14,11 @@ from torch.nn.functional import pad as fill
 from .cache import newest_at_places
 from .errors import one_of
 from .memory import Evicted, Joined, Kept, Step, WindowMemory
-from .merged_softmax import Frame, Part, Place, join, look, look_in_blocks
+from .merged_softmax import Frame, Part, join, look, look_in_blocks
 from .options import Options, whole_number
 from .precision import wide
 from .rotary import Turn, rotate, unrotate
+from .window import Place
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ this is ours.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,15 +17,16 @@ from torch.nn.functional import elu
 from torch.nn.functional import pad as fill
 from transformers import initialization as init
 
-from .cache import newest_at_places
+from .cache import Stream, newest_at_places
 from .errors import RetrofitError, one_of
 from .kvm_rows import RotaryKeys, absorb, prepare, read_rows
 from .memory import Joined, Kept, Memory, Step
-from .merged_softmax import GATHERED, GPU_GATHERED, Frame, Part, Place, join, look, look_in_blocks
+from .merged_softmax import Frame, Part, join, look, look_in_blocks
 from .modules import WideLinear
 from .options import Options, above_zero, true_or_false, whole_number
 from .precision import cast, wide
 from .sequence import Pass, once_for_all_layers
+from .window import Place, count_together, join_blocks
 
 CHUNK = 256  # the paper's, and the most that is chosen unasked
 
@@ -227,14 +228,10 @@ class KVM(Memory):
             return self._decode_token(step, keys, rule), None
         frame = Frame(now.seen, now.new, self.sinks, self.chunk)
         stream = layer.stream(now, step.k, step.v, step.gates)
-        assert stream.gates is not None
-        before = now.seen - self.window, -self.window
-        k, v, gates = (frame.lay(x, *before) for x in (stream.k, stream.v, stream.gates))
-        rows, sinks = layer.state.get("rows", no_rows(step.k)), (stream.sink_k, stream.sink_v)
-        out, layer.state["rows"] = attend_blocks(
-            frame.lay(step.q, now.seen), k, v, gates, *sinks, rows, keys, rule, frame
-        )
-        of_sinks = frame.sink_attention(step.q, *sinks, step.scale, step.dropout)
+        laid = lay_stream(stream, frame, now.seen, self.window)
+        rows = layer.state.get("rows", no_rows(step.k))
+        out, layer.state["rows"] = attend_blocks(frame.lay(step.q, now.seen), laid, rows, keys, rule, frame)
+        of_sinks = frame.sink_attention(step.q, stream.sink_k, stream.sink_v, step.scale, step.dropout)
         layer.commit(stream, now)
         return frame.collect(out, of_sinks), None
 
@@ -277,34 +274,32 @@ def no_rows(k: Tensor) -> Tensor:
     return k.new_zeros(*k.shape[:2], 0, 2 * k.shape[3] + 4, dtype=wide(k.dtype))
 
 
+def lay_stream(stream: Stream, frame: Frame, seen: int, window: int) -> Stream:
+    """The frame's tokens and the W before them, of a stream that begins W tokens before the new ones."""
+    assert stream.gates is not None
+    k, v, gates = (frame.lay(x, seen - window, -window) for x in (stream.k, stream.v, stream.gates))
+    return replace(stream, k=k, v=v, gates=gates)
+
+
 def attend_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Tensor,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    rows: Tensor,
-    keys: RotaryKeys,
-    rule: Rule,
-    frame: Frame,
+    q: Tensor, laid: Stream, rows: Tensor, keys: RotaryKeys, rule: Rule, frame: Frame
 ) -> tuple[Tensor, Tensor]:
     """Attend chunk by chunk over sinks, rows and window, and write each block when it leaves the window.
 
-    Queries are those of the frame's F tokens, keys, values and gates those of the W before it besides; ``rows`` are
-    those before this call. Returns the heads ``(B, H, F, D)`` and the rows after the last new token.
+    Queries are those of the frame's F tokens; ``laid`` is made by :func:`lay_stream`, ``rows`` are those before this
+    call. Returns the heads ``(B, H, F, D)`` and the rows after the last new token.
     """
-    near = attend_window(q, k, v, sink_k, sink_v, rule, frame)
-    far, rows = attend_rows(q, k, v, gates, rows, keys, rule, frame)
+    near = attend_window(q, laid, rule, frame)
+    far, rows = attend_rows(q, laid, rows, keys, rule, frame)
     return (near[0] if far is None else join(near, far)), rows
 
 
-def attend_window(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, rule: Rule, frame: Frame) -> Part:
+def attend_window(q: Tensor, laid: Stream, rule: Rule, frame: Frame) -> Part:
     """What queries see of the sinks and of the window, which begins W tokens before the end of their chunk."""
     chunk, window, device = rule.schedule.chunk, rule.schedule.window, q.device
     # several chunks at a time on a CPU; elsewhere one, whose mask is one that kernels know
     size = min(frame.size, max(chunk, window // 4 // chunk * chunk)) if device.type == "cpu" else chunk
-    query, sinks = torch.arange(size, device=device)[:, None], sink_k.shape[2]
+    query, sinks = torch.arange(size, device=device)[:, None], laid.sink_k.shape[2]
     token = torch.arange(window + size - chunk, device=device)  # from W before the end of the block's first chunk
     seen = (token >= query // chunk * chunk) & (token <= query + window - chunk)
     sight = torch.cat([seen.new_ones(size, sinks), seen], 1)[None]
@@ -317,12 +312,13 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tenso
         begun = token >= -first[:, None]
         return torch.cat([begun.new_ones(len(begun), sinks), begun], -1)[None]
 
-    places = Place(sink_k, sink_v, 0, sinks), Place(k[:, :, chunk:], v[:, :, chunk:], size, window + size - chunk)
+    near_k, near_v = laid.k[:, :, chunk:], laid.v[:, :, chunk:]
+    places = Place(laid.sink_k, laid.sink_v, 0, sinks), Place(near_k, near_v, size, window + size - chunk)
     return look_in_blocks(q, size, places, sight, there, rule.scale, rule.dropout, causal=size == chunk)
 
 
 def attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, rows: Tensor, keys: RotaryKeys, rule: Rule, frame: Frame
+    q: Tensor, laid: Stream, rows: Tensor, keys: RotaryKeys, rule: Rule, frame: Frame
 ) -> tuple[Part | None, Tensor]:
     """What queries see of the rows (None: there are none), and the rows after the last new token."""
     chunk, window, counts = rule.schedule.chunk, rule.schedule.window, rule.schedule.rows
@@ -337,11 +333,11 @@ def attend_rows(
     blocks = None
     if done[0] != done[-1]:
         # the block that leaves as chunk j arrives lies W before it
-        left, size = first_index - window, frame.size
-        blocks = prepare(k[:, :, :size], v[:, :, :size], gates[:, :, :size], left, keys, chunk, rule.gate_appends)
+        assert laid.gates is not None
+        k, v, gates = (x[:, :, : frame.size] for x in (laid.k, laid.v, laid.gates))
+        blocks = prepare(k, v, gates, first_index - window, keys, chunk, rule.gate_appends)
     q = keys.queries(q, first_index) * rule.temperature.to(q.dtype)[:, None, None]
-    at_once = GATHERED if k.device.type == "cpu" else GPU_GATHERED
-    together = max(1, at_once // (k.shape[0] * k.shape[1] * k.shape[3] * most))
+    together = count_together(laid.k, most)
     parts = []
     for first in range(0, chunks, together):
         span = range(first, min(first + together, chunks))
@@ -354,13 +350,13 @@ def attend_rows(
         most = max(rows.shape[2], 1)
         states = [fill(x, (0, 0, 0, most - x.shape[2])) if x.shape[2] < most else x for x in states]
         edge = torch.arange(span.start, span.stop, device=q.device) * chunk + (frame.base + chunk - window - 1)
-        row_k, row_v = (x.flatten(0, 1).to(k.dtype) for x in read_rows(torch.stack(states, 1), keys, edge))
+        row_k, row_v = (x.flatten(0, 1).to(laid.k.dtype) for x in read_rows(torch.stack(states, 1), keys, edge))
         held, mask = [counts(done[j + 1]) for j in span], None
         if any(count != most for count in held):
             mask = torch.arange(most, device=q.device) < torch.tensor(held, device=q.device)[:, None]  # (n, M)
             mask = mask.expand(len(q), -1, -1).flatten(0, 1).unsqueeze(1)
         queries = q[:, :, span.start * chunk : span.stop * chunk].unflatten(2, (-1, chunk)).transpose(1, 2)
         part = look(queries.flatten(0, 1), row_k, row_v, mask, rule.scale, rule.dropout)
-        parts.append([x.unflatten(0, (-1, len(span))).transpose(1, 2).flatten(2, 3) for x in part])
+        parts.append([join_blocks(x, len(span)) for x in part])
     out, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
     return (out, lse), rows

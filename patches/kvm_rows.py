@@ -166,20 +166,11 @@ def choose(rows: Tensor, blocks: Blocks, number: int, keys: RotaryKeys, after: i
     probe, M = blocks.probe[number], rows.shape[2]
     near = probe @ keys.address(rows[..., : probe.shape[-1]]).transpose(-1, -2)  # (B, H, C, M)
     founds = _rank(near.amax(-1) if M else near.new_zeros(near.shape[:3])) < after - M
-    return join_or_found(near, founds, blocks, number, keys), founds
-
-
-def join_or_found(near: Tensor, founds: Tensor, blocks: Blocks, number: int, keys: RotaryKeys) -> Tensor:
-    """The row of each token: a new one if it ``founds`` one (B, H_kv, C), else the likest of old and new ones.
-
-    ``near`` is how like tokens and old rows are ``(B, H_kv, C, M)``.
-    """
-    M = near.shape[-1]
     founded = M + founds.cumsum(-1) - 1
-    fresh = blocks.probe[number] @ keys.address(blocks.key[number]).transpose(-1, -2)
+    fresh = probe @ keys.address(blocks.key[number]).transpose(-1, -2)
     first = first_best(torch.cat([near, fresh.masked_fill(~founds.unsqueeze(2), float("-inf"))], -1))
     joined = torch.where(first < M, first, founded.gather(-1, (first - M).clamp_min(0)))
-    return torch.where(founds, founded, joined)
+    return torch.where(founds, founded, joined), founds
 
 
 def _rank(score: Tensor) -> Tensor:

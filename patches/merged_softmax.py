@@ -1,7 +1,6 @@
 """One softmax over keys that lie in several places: each place is looked at by itself, none is copied to another."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,10 +8,7 @@ from torch.nn.functional import pad
 
 from .kernels import decode_attention
 from .precision import cast
-from .window import attention_lse
-
-GATHERED = 2**22  # keys gathered at a time on a CPU, in elements: bounds the extra memory of overlapping blocks
-GPU_GATHERED = 2**28  # and on a GPU, where launches count; not measured
+from .window import Place, attend_in_blocks, attention_lse
 
 # what queries see in one place (N, H, n, D), and the log-sum-exp of their logits there (N, H, n)
 Part = tuple[Tensor, Tensor]
@@ -60,15 +56,6 @@ def join(*parts: Part) -> Tensor:
     return cast(joined, parts[0][0].dtype)
 
 
-class Place(NamedTuple):
-    """Keys that blocks of queries slide over: block j sees ``width`` of them from ``j * step`` on."""
-
-    k: Tensor  # (B, H_kv, L, D); what lies behind the last is zero
-    v: Tensor
-    step: int
-    width: int
-
-
 def look_in_blocks(
     q: Tensor,
     size: int,
@@ -90,34 +77,16 @@ def look_in_blocks(
     Returns:
         Both for ``(B, H, F)``.
     """
-    length, extra = q.shape[2], -q.shape[2] % size
-    q = pad(q, (0, 0, 0, extra)).unflatten(2, (-1, size)).transpose(1, 2)  # (B, blocks, H, size, D)
-    k = places[0].k
-    most = GATHERED if k.device.type == "cpu" else GPU_GATHERED
-    together = max(1, most // (k.shape[0] * k.shape[1] * k.shape[3] * sight.shape[2]))
-    parts = []
-    for first in range(0, q.shape[1], together):
-        blocks = range(first, min(first + together, q.shape[1]))
-        keys = torch.cat([_gather_blocks(place.k, place, blocks) for place in places], 3).flatten(0, 1)
-        values = torch.cat([_gather_blocks(place.v, place, blocks) for place in places], 3).flatten(0, 1)
-        held = there(blocks)
-        mask = None if causal else sight
+
+    def look_at(q: Tensor, k: Tensor, v: Tensor, blocks: range) -> Part:
+        held, mask = there(blocks), None if causal else sight
         if held is not None:
-            mask = (sight & held.unsqueeze(2)).expand(len(q), -1, -1, -1).flatten(0, 1)
-        part = look(q[:, blocks.start : blocks.stop].flatten(0, 1), keys, values, mask, scale, dropout, causal)
-        parts.append([x.unflatten(0, (-1, len(blocks))).transpose(1, 2).flatten(2, 3) for x in part])
-    out, lse = (torch.cat(x, 2)[:, :, :length] for x in zip(*parts, strict=True))
-    return out, lse
+            mask = (sight & held.unsqueeze(2)).expand(len(q) // len(blocks), -1, -1, -1).flatten(0, 1)
+        return look(q, k, v, mask, scale, dropout, causal)
 
-
-def _gather_blocks(x: Tensor, place: Place, blocks: range) -> Tensor:
-    """The keys of each block ``(B, blocks, H_kv, width, D)``."""
-    if not place.step:
-        return x.unsqueeze(1).expand(-1, len(blocks), -1, -1, -1)
-    first, length = blocks.start * place.step, (len(blocks) - 1) * place.step + place.width
-    x = x[:, :, first : first + length]
-    x = pad(x, (0, 0, 0, length - x.shape[2]))
-    return x.unfold(2, place.width, place.step).permute(0, 2, 1, 4, 3)
+    length, extra = q.shape[2], -q.shape[2] % size
+    out, lse = attend_in_blocks(pad(q, (0, 0, 0, extra)) if extra else q, size, places, look_at)
+    return out[:, :, :length], lse[:, :, :length]
 
 
 class Frame:

@@ -3,7 +3,8 @@
 And attention that tells its log-sum-exp, with the gradient of both: what joins a memory to the window's softmax.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-GATHERED = 2**22  # keys gathered at a time on a CPU, in elements: bounds the extra memory of the overlapping blocks
+GATHERED = 2**22  # keys gathered at a time on a CPU, in elements: bounds the extra memory of overlapping blocks
 GPU_GATHERED = 2**28  # and on a GPU, where launches count; not measured
 
 
@@ -50,17 +51,13 @@ def window_attention(
     pieces = [attend_alone(first, min(first + block, regular)) for first in range(0, regular, block)]
     if blocks:
         band = _make_mask(block, window + sinks, window, sinks, q.device)
-        most = GATHERED if k.device.type == "cpu" else GPU_GATHERED
-        group = block * max(1, most // ((sinks + window + block) * k.shape[0] * k.shape[1] * k.shape[3]))
-        for first in range(regular, rest, group):
-            last = min(first + group, rest)
-            count = (last - first) // block
-            folded = q[:, :, first:last].unflatten(2, (count, block)).transpose(1, 2).flatten(0, 1)  # (B N, H, C, D)
-            near_k, near_v = (
-                _gather_blocks(s, x[:, :, first : last + window], count, block) for s, x in ((sink_k, k), (sink_v, v))
-            )
-            parts = attend(folded, near_k, near_v, band, scale, dropout)
-            pieces.append(tuple(part.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3) for part in parts))
+        stream = Place(k[:, :, regular:], v[:, :, regular:], block, window + block)
+        places = Place(sink_k, sink_v, 0, sinks), stream
+
+        def attend_blocks(q: Tensor, k: Tensor, v: Tensor, which: range) -> tuple[Tensor, ...]:
+            return attend(q, k, v, band, scale, dropout)
+
+        pieces.append(attend_in_blocks(q[:, :, regular:rest], block, places, attend_blocks))
     if rest < n:
         pieces.append(attend_alone(rest, n))
     found = pieces[0] if len(pieces) == 1 else [torch.cat(parts, 2) for parts in zip(*pieces, strict=True)]
@@ -75,12 +72,54 @@ def _make_mask(count: int, first: int, window: int, sinks: int, device: torch.de
     return torch.cat([torch.arange(sinks, device=device) <= t - window, near], -1)
 
 
-def _gather_blocks(sinks: Tensor, stream: Tensor, blocks: int, block: int) -> Tensor:
-    """Overlapping keys of each block behind the sinks: ``(B * N, H_kv, S + W + C, D)``."""
-    size = stream.shape[2] - (blocks - 1) * block
-    overlapping = stream.unfold(2, size, block).permute(0, 2, 1, 4, 3)  # (B, N, H_kv, W + C, D)
-    shared = sinks.unsqueeze(1).expand(-1, blocks, -1, -1, -1)
-    return torch.cat([shared, overlapping], 3).flatten(0, 1)
+class Place(NamedTuple):
+    """Keys that blocks of queries slide over: block j sees ``width`` of them from ``j * step`` on."""
+
+    k: Tensor  # (B, H_kv, L, D); what lies behind the last is zero
+    v: Tensor
+    step: int
+    width: int
+
+
+def attend_in_blocks(
+    q: Tensor, size: int, places: Sequence[Place], attend: Callable[[Tensor, Tensor, Tensor, range], Sequence[Tensor]]
+) -> tuple[Tensor, ...]:
+    """Queries ``(B, H, F, D)``, ``size`` at a time, each block with its own stretch of every place.
+
+    ``attend`` is given queries ``(B N, H, size, D)``, keys and values ``(B N, H_kv, all widths, D)`` and which N blocks
+    these are; its results ``(B N, H, size, ..)`` are returned for all blocks, ``(B, H, F, ..)``.
+    """
+    q = q.unflatten(2, (-1, size)).transpose(1, 2)  # (B, blocks, H, size, D)
+    together = count_together(places[0].k, sum(place.width for place in places))
+    parts = []
+    for first in range(0, q.shape[1], together):
+        blocks = range(first, min(first + together, q.shape[1]))
+        k = torch.cat([_gather_blocks(place.k, place, blocks) for place in places], 3).flatten(0, 1)
+        v = torch.cat([_gather_blocks(place.v, place, blocks) for place in places], 3).flatten(0, 1)
+        part = attend(q[:, blocks.start : blocks.stop].flatten(0, 1), k, v, blocks)
+        parts.append([join_blocks(x, len(blocks)) for x in part])
+    return tuple(parts[0] if len(parts) == 1 else (torch.cat(x, 2) for x in zip(*parts, strict=True)))
+
+
+def count_together(k: Tensor, keys: int) -> int:
+    """How many blocks may be gathered at a time that each see so many ``keys`` like ``k`` (B, H_kv, L, D)."""
+    most = GATHERED if k.device.type == "cpu" else GPU_GATHERED
+    return max(1, most // (k.shape[0] * k.shape[1] * k.shape[3] * keys))
+
+
+def join_blocks(x: Tensor, blocks: int) -> Tensor:
+    """``(B N, H, size, ..) -> (B, H, N size, ..)`` for so many blocks N."""
+    return x.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)
+
+
+def _gather_blocks(x: Tensor, place: Place, blocks: range) -> Tensor:
+    """The keys of each block ``(B, blocks, H_kv, width, D)``."""
+    if not place.step:
+        return x.unsqueeze(1).expand(-1, len(blocks), -1, -1, -1)
+    first, length = blocks.start * place.step, (len(blocks) - 1) * place.step + place.width
+    x = x[:, :, first : first + length]
+    x = pad(x, (0, 0, 0, length - x.shape[2])) if x.shape[2] < length else x
+    return x.unfold(2, place.width, place.step).permute(0, 2, 1, 4, 3)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> tuple[Tensor, ...]:

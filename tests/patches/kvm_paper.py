@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 from torch.nn.functional import pad as fill
 
-from patches.kvm import Rule, attend_blocks, no_rows
-from patches.kvm_merge import add_to_rows
-from patches.kvm_rows import Blocks, _rank, join_or_found
+from patches.cache import Stream
+from patches.kvm import Rule, attend_blocks, lay_stream, no_rows
+from patches.kvm_merge import add_to_rows, first_best
+from patches.kvm_rows import Blocks, _rank
 from patches.merged_softmax import Frame
 
 LN_EPS = 1e-5
@@ -60,7 +61,11 @@ def choose(rows: Tensor, blocks: Blocks, number: int, keys: LayerNormKeys, after
     near = probe @ keys.address(rows[..., : probe.shape[-1]]).mT
     founds = _rank(near.amax(-1) if M else near.new_zeros(near.shape[:3])) < after - M
     near = near.masked_fill(torch.arange(M) < keys.barred, float("-inf"))
-    return join_or_found(near, founds, blocks, number, keys), founds
+    founded = M + founds.cumsum(-1) - 1
+    fresh = (probe @ keys.address(blocks.key[number]).mT).masked_fill(~founds.unsqueeze(2), float("-inf"))
+    first = first_best(torch.cat([near, fresh], -1))
+    joined = torch.where(first < M, first, founded.gather(-1, (first - M).clamp_min(0)))
+    return torch.where(founds, founded, joined), founds
 
 
 @dataclass
@@ -117,7 +122,7 @@ def kvm_attention(
         k, v, gates = (torch.cat(pair, 2) for pair in ((past.k, k), (past.v, v), (past.gates, gates)))
         seen, rows = past.seen, past.rows
     frame = Frame(seen, n, 0, rule.schedule.chunk)
-    k_laid, v_laid, gates_laid = (frame.lay(x, seen - window, -window) for x in (k, v, gates))
     none = k[:, :, :0]
-    out, rows = attend_blocks(frame.lay(q, seen), k_laid, v_laid, gates_laid, none, none, rows, keys, rule, frame)
+    laid = lay_stream(Stream(k, v, gates, none, none), frame, seen, window)
+    out, rows = attend_blocks(frame.lay(q, seen), laid, rows, keys, rule, frame)
     return frame.collect(out, None), Past(k[:, :, n:], v[:, :, n:], gates[:, :, n:], rows, seen + n)

@@ -56,7 +56,7 @@ def test_long_prompts_go_block_by_block(monkeypatch):
     q, k, v = (torch.randn(1, heads, 400, 8, dtype=torch.float64) for heads in (4, 2, 2))
     memory, expected = make_memory(20, 2, rows=6), readable(q[0], k[0], v[0], 20, 2, 4, "average", 6)
     for gathered in (1, 5000, 2**22):
-        monkeypatch.setattr("patches.merged_softmax.GATHERED", gathered)
+        monkeypatch.setattr("patches.window.GATHERED", gathered)
         close(memory.attend(make_step(memory, q, k, v))[0][0], expected)
 
 

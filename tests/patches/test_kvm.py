@@ -193,8 +193,7 @@ def test_long_prompts_go_block_by_block(make_base, monkeypatch):
     ids = tokens(2, 60)
     expected = logits(model, ids)
     for gathered in (1, 5000):
-        for module in ("merged_softmax", "kvm"):
-            monkeypatch.setattr(f"patches.{module}.GATHERED", gathered)
+        monkeypatch.setattr("patches.window.GATHERED", gathered)
         close(logits(model, ids), expected)
 
 

@@ -250,11 +250,11 @@ class JointMemory(WindowMemory):
         log_mass, logits, candidates = self._read_branches(step, gone)
         # the log of the linear branch's mass is common to all branch logits: subtracted once, from the window's
         window_logit = cast(self.window_weight, dtype) * cast(lse, dtype).mT - log_mass
-        weights = torch.stack([window_logit, *logits], -1).softmax(-1)[..., 1:]  # (B, m, H, branches)
+        weights = torch.stack([window_logit, *logits], -1).softmax(-1)  # (B, m, H, 1 + branches)
         # 0 at first: the window keeps all
         weights = (weights * (OPENING * cast(self.opening, dtype)).tanh().unsqueeze(-1)).transpose(1, 2)
         window = cast(out, dtype)
-        weight, *others = weights.split(1, -1)
+        _, weight, *others = weights.split(1, -1)
         out = torch.lerp(window, candidates[0], weight)
         for weight, candidate in zip(others, candidates[1:], strict=True):
             out = torch.addcmul(out, weight, candidate - window)

@@ -5,12 +5,9 @@ score goes. Dropping comes *after* the output, as in the methods' own code: betw
 and a query sees those and itself. So up to ``capacity`` tokens nothing was ever missing, and the base's own attention
 runs.
 
-``prefill`` says how often entries are dropped within one call. ``"full"`` sees the whole call and drops once, by its
-last query (the methods' own code: all T tokens are held meanwhile); ``"chunk"`` (the default) does that every ``chunk``
-tokens, so never more than ``capacity + chunk`` are held. The results of these two depend on how a text is cut into
-calls. ``"token"`` drops after every token: the result is the same however a text is fed. The logits of a block of
-queries are one matrix product, since they do not depend on what is kept; only who goes is decided in a loop over
-tokens, on a softmax of about ``capacity`` numbers. ``chunk=1`` is ``"token"`` written down plainly.
+With ``prefill="full"`` (the methods' own code) all T tokens of a call are held meanwhile, with ``"chunk"`` never more
+than ``capacity + chunk``; both depend on how a text is cut into calls. ``"token"`` does not: the logits of a block of
+queries are one matrix product, and only who goes is decided in a loop over tokens. ``chunk=1`` is the same, plainly.
 """
 
 from collections.abc import Iterator
@@ -158,7 +155,8 @@ class Eviction(Memory):
 
     def attend(self, step: Step) -> Joined:
         n = step.now.new
-        q, new, held = self._split_queries(step), self._take_new(step), self._take_held(step)
+        q, held = self._split_queries(step), self._take_held(step)
+        new = self._make_entries(self.plain(step.k, step, 0), step.v, step, 0)
         pieces = []
         for first, last, each in self._cut_call(n, self.capacity - held.size):
             held = held.join(new.part(first, last))
@@ -177,7 +175,7 @@ class Eviction(Memory):
         scores, total = [], step.now.seen + step.now.new
         for text in step.now.texts:
             one = step.of_text(text, step.layer.part(text, self.state_shapes(text.now.seen)))
-            held = self._take_held(one).join(self._take_new(one))
+            held = self._take_held(one).join(self._make_entries(self.plain(one.k, one, 0), one.v, one, 0))
             score = self._attend_all(self._split_queries(one), held, one)[1] if text.now.new else held.score
             scores.append(pad(score.unflatten(0, (-1, self._set_count)), (total - held.size, 0)))
         step.layer.state["scores"] = torch.cat(scores)
@@ -288,10 +286,7 @@ class Eviction(Memory):
         q = self.plain(step.q.to(wide(step.q.dtype)), step, 0)
         return q.unflatten(1, (self._set_count, -1)).flatten(0, 1)
 
-    def _take_new(self, step: Step) -> Entries:
-        return self._make_entries(self.plain(step.k, step, 0), step.v, step, 0, None)
-
-    def _make_entries(self, k: Tensor, v: Tensor, step: Step, start: int, score: Tensor | None) -> Entries:
+    def _make_entries(self, k: Tensor, v: Tensor, step: Step, start: int, score: Tensor | None = None) -> Entries:
         """Entries of each set: keys and values ``(B, H_kv, n, D)`` of the tokens from ``start`` on, ``score`` (B, sets,
         n)."""
         position = step.now.indices(start, k.shape[2])
@@ -304,7 +299,7 @@ class Eviction(Memory):
         """The entries before this call."""
         layer, seen = step.layer, step.now.seen
         if not seen:
-            return self._make_entries(step.k[:, :, :0], step.v[:, :, :0], step, 0, None)
+            return self._make_entries(step.k[:, :, :0], step.v[:, :, :0], step, 0)
         if "positions" not in layer.state:
             k, scores = self.plain(layer.keys, step, -seen), layer.state.get("scores")
             return self._make_entries(k, layer.values, step, -seen, scores)

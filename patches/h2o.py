@@ -31,8 +31,8 @@ class H2OOptions(EvictionOptions):
 class H2O(Eviction):
     """Algorithm 1: W recent tokens and ``heavy`` others; the first S tokens are pinned besides.
 
-    A row's score is the sum of the weights that all queries so far gave it, of all heads that share it: the paper has
-    one query head to a key head; grouped ones are summed, and with ``scope="layer"`` all of them are.
+    An entry's score is the sum of the weights that all queries so far gave it, of all heads that share it: the paper
+    has one query head to a key head; grouped ones are summed, and with ``scope="layer"`` all of them are.
     """
 
     kind = "h2o"

@@ -34,9 +34,9 @@ class TovaOptions(EvictionOptions):
 
 
 class Tova(Eviction):
-    """Algorithm 1: S + W rows of its own choice, the first S tokens pinned ("TOVA + i" for i = S, TOVA for S = 0).
+    """Algorithm 1: S + W entries of its own choice, the first S tokens pinned ("TOVA + i" for i = S, TOVA for S = 0).
 
-    A row's score is the mean weight that the newest query of all heads gives it (of one group with ``scope="head"``).
+    An entry's score is the mean weight that the newest query of all heads gives it (of one group, ``scope="head"``).
     With ``positions="lnln"`` (section 7.2, for texts beyond the base's context) kept tokens stand at the sum of their
     squeezed gaps, the query included; keys are then held before rotation.
     """

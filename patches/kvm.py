@@ -230,10 +230,12 @@ class KVM(Memory):
         stream = layer.stream(now, step.k, step.v, step.gates)
         laid = lay_stream(stream, frame, now.seen, self.window)
         rows = layer.state.get("rows", no_rows(step.k))
-        out, layer.state["rows"] = attend_blocks(frame.lay(step.q, now.seen), laid, rows, keys, rule, frame)
+        q = frame.lay(step.q, now.seen)
+        near = attend_window(q, laid, rule, frame)
+        far, layer.state["rows"] = attend_rows(q, laid, rows, keys, rule, frame)
         of_sinks = frame.sink_attention(step.q, stream.sink_k, stream.sink_v, step.scale, step.dropout)
         layer.commit(stream, now)
-        return frame.collect(out, of_sinks), None
+        return frame.collect(near[0] if far is None else join(near, far), of_sinks), None
 
     def _decode_token(self, step: Step, keys: RotaryKeys, rule: Rule) -> Tensor:
         """One token: if it begins a chunk, the oldest chunk becomes rows first; then it attends. ``(B, H, 1, D)``."""
@@ -281,19 +283,6 @@ def lay_stream(stream: Stream, frame: Frame, seen: int, window: int) -> Stream:
     return replace(stream, k=k, v=v, gates=gates)
 
 
-def attend_blocks(
-    q: Tensor, laid: Stream, rows: Tensor, keys: RotaryKeys, rule: Rule, frame: Frame
-) -> tuple[Tensor, Tensor]:
-    """Attend chunk by chunk over sinks, rows and window, and write each block when it leaves the window.
-
-    Queries are those of the frame's F tokens; ``laid`` is made by :func:`lay_stream`, ``rows`` are those before this
-    call. Returns the heads ``(B, H, F, D)`` and the rows after the last new token.
-    """
-    near = attend_window(q, laid, rule, frame)
-    far, rows = attend_rows(q, laid, rows, keys, rule, frame)
-    return (near[0] if far is None else join(near, far)), rows
-
-
 def attend_window(q: Tensor, laid: Stream, rule: Rule, frame: Frame) -> Part:
     """What queries see of the sinks and of the window, which begins W tokens before the end of their chunk."""
     chunk, window, device = rule.schedule.chunk, rule.schedule.window, q.device
@@ -320,7 +309,11 @@ def attend_window(q: Tensor, laid: Stream, rule: Rule, frame: Frame) -> Part:
 def attend_rows(
     q: Tensor, laid: Stream, rows: Tensor, keys: RotaryKeys, rule: Rule, frame: Frame
 ) -> tuple[Part | None, Tensor]:
-    """What queries see of the rows (None: there are none), and the rows after the last new token."""
+    """What queries see of the rows (None: there are none), and the rows after the last new token.
+
+    A block joins the rows when it leaves the window, as the next chunk begins. Arguments: queries of the frame's F
+    tokens ``(B, H, F, D)``, what :func:`lay_stream` gave, and the rows before this call.
+    """
     chunk, window, counts = rule.schedule.chunk, rule.schedule.window, rule.schedule.rows
     chunks = frame.size // chunk
     # blocks written before the first new token, and once each of the frame's chunks has begun

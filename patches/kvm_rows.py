@@ -53,11 +53,6 @@ class RotaryKeys:
         """A row's side of the comparison, of its key sum."""
         return normalize(sums, dim=-1)
 
-    def merge(self, rows: Tensor, blocks: "Blocks", number: int) -> Tensor:
-        """The rows once each token of a block has joined the likest one."""
-        written = blocks.joining[number]
-        return kernel("merge", rows, written)(rows, blocks.probe[number], written, blocks.head)
-
     def read(self, sums: Tensor, length: Tensor, index: Tensor, edge: Tensor) -> Tensor:
         """Keys that queries see, of ``N`` states of the rows: key ``sums`` (B, N, H_kv, M, D), ``length`` of the
         founders' keys and mean ``index`` (B, N, H_kv, M, 1), and the index before the window, ``edge`` (N,)."""
@@ -148,11 +143,12 @@ def absorb(rows: Tensor, blocks: Blocks, number: int, keys: RotaryKeys, after: i
     >>> absorb(row, blocks, 0, plain, after=2)[0, 0, :, :3].tolist()
     [[3.0, 3.0, 2.0], [-1.0, -1.0, 1.0]]
     """
+    written = blocks.joining[number]
     if rows.shape[2] == after:  # a fixed budget once it is full
-        return keys.merge(rows, blocks, number)
+        return kernel("merge", rows, written)(rows, blocks.probe[number], written, blocks.head)
     with torch.no_grad():
         target, founds = choose(rows, blocks, number, keys, after)
-    written = torch.where(founds.unsqueeze(-1), blocks.founding(number), blocks.joining[number])
+    written = torch.where(founds.unsqueeze(-1), blocks.founding(number), written)
     return add_to_rows(fill(rows, (0, 0, 0, after - rows.shape[2])), target, written, blocks.head)
 
 

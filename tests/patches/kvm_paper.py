@@ -12,10 +12,10 @@ from torch.nn.functional import layer_norm
 from torch.nn.functional import pad as fill
 
 from patches.cache import Stream
-from patches.kvm import Rule, attend_blocks, lay_stream, no_rows
+from patches.kvm import Rule, attend_rows, attend_window, lay_stream, no_rows
 from patches.kvm_merge import add_to_rows, first_best
 from patches.kvm_rows import Blocks, _rank
-from patches.merged_softmax import Frame
+from patches.merged_softmax import Frame, join
 
 LN_EPS = 1e-5
 
@@ -44,9 +44,16 @@ class LayerNormKeys:
     def address(self, sums: Tensor) -> Tensor:
         return layer_norm(sums, sums.shape[-1:], self.weight, self.bias, LN_EPS)
 
-    def merge(self, rows: Tensor, blocks: Blocks, number: int) -> Tensor:
-        target, _ = choose(rows, blocks, number, self, rows.shape[2])
-        return add_to_rows(rows, target, blocks.joining[number], blocks.head)
+    def merge(self, rows: Tensor, probe: Tensor, written: Tensor, head: Tensor) -> Tensor:
+        """In place of ``patches.kvm_merge.merge``."""
+        near = self.compare(rows, probe)
+        return add_to_rows(rows, first_best(self.bar(near)), written, head)
+
+    def compare(self, rows: Tensor, probe: Tensor) -> Tensor:
+        return probe @ self.address(rows[..., : probe.shape[-1]]).mT
+
+    def bar(self, near: Tensor) -> Tensor:
+        return near.masked_fill(torch.arange(near.shape[-1]) < self.barred, float("-inf"))
 
     def read(self, sums: Tensor, length: Tensor, index: Tensor, edge: Tensor) -> Tensor:
         return self.address(sums)
@@ -58,9 +65,9 @@ class LayerNormKeys:
 def choose(rows: Tensor, blocks: Blocks, number: int, keys: LayerNormKeys, after: int) -> tuple[Tensor, Tensor]:
     """As ``patches.kvm_rows.choose``, in whose place it must stand; barred rows count only when tokens found others."""
     probe, M = blocks.probe[number], rows.shape[2]
-    near = probe @ keys.address(rows[..., : probe.shape[-1]]).mT
+    near = keys.compare(rows, probe)
     founds = _rank(near.amax(-1) if M else near.new_zeros(near.shape[:3])) < after - M
-    near = near.masked_fill(torch.arange(M) < keys.barred, float("-inf"))
+    near = keys.bar(near)
     founded = M + founds.cumsum(-1) - 1
     fresh = (probe @ keys.address(blocks.key[number]).mT).masked_fill(~founds.unsqueeze(2), float("-inf"))
     first = first_best(torch.cat([near, fresh], -1))
@@ -124,5 +131,8 @@ def kvm_attention(
     frame = Frame(seen, n, 0, rule.schedule.chunk)
     none = k[:, :, :0]
     laid = lay_stream(Stream(k, v, gates, none, none), frame, seen, window)
-    out, rows = attend_blocks(frame.lay(q, seen), laid, rows, keys, rule, frame)
-    return frame.collect(out, None), Past(k[:, :, n:], v[:, :, n:], gates[:, :, n:], rows, seen + n)
+    q = frame.lay(q, seen)
+    near = attend_window(q, laid, rule, frame)
+    far, rows = attend_rows(q, laid, rows, keys, rule, frame)
+    out = frame.collect(near[0] if far is None else join(near, far), None)
+    return out, Past(k[:, :, n:], v[:, :, n:], gates[:, :, n:], rows, seen + n)

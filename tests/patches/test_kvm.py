@@ -31,7 +31,6 @@ BUDGETS = [
 @pytest.fixture(params=["kvm_fixed", "kvm_gqa_sqrt"])
 def oracle(request, shared, monkeypatch):
     """Its tensors, its settings, and our keys and rule for them; rows are chosen as the paper does."""
-    monkeypatch.setattr("patches.kvm_rows.choose", choose)
     name = shared / "oracles" / request.param
     tensors, settings = load_file(f"{name}.safetensors"), json.loads(name.with_suffix(".json").read_text())
     for of in ("q", "k", "v", "merge_gate", "ln_s_k_weight", "ln_s_k_bias", "state_head_temp", "front_head_temp"):
@@ -43,6 +42,8 @@ def oracle(request, shared, monkeypatch):
     schedule = Schedule(options, of["state_min_len"], of["chunk_len"], of["chunk_len"] * of["n_bswa_chunks"])
     rule = Rule(schedule, tensors["state_head_temp"], settings["head_dim"] ** -0.5)
     keys = LayerNormKeys(tensors["ln_s_k_weight"], tensors["ln_s_k_bias"], 4, of["sink_len"])
+    monkeypatch.setattr("patches.kvm_rows.choose", choose)
+    monkeypatch.setattr("patches.kvm_rows.kernel", lambda *_: keys.merge)
     return tensors, settings, keys, rule
 
 

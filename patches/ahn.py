@@ -1,6 +1,6 @@
 """Artificial Hippocampus Networks (arXiv 2510.07318): a matrix per query head, added before the output projection.
 
-The kinds called ``shared-...`` are ours: the same rules with a matrix per key head, which all its query heads read.
+The kinds called ``shared-...`` are ours: the same rules with a state per key head, which all its query heads read.
 
 Three rules write it: the delta rule, the gated delta rule, and Mamba2's decayed sum. Shapes and initial values are
 those of the published checkpoints, and so are names, but for ``read_proj`` and ``read_norm``: who aims at the base's
@@ -128,21 +128,15 @@ class Mamba2(MatrixMemory):
 
 
 class SharedGatedDeltaNet(GatedDeltaNet):
-    """:class:`GatedDeltaNet` with a state per key head."""
-
     kind = "shared-gdn"
     shared = True
 
 
 class SharedDeltaNet(DeltaNet):
-    """:class:`DeltaNet` with a state per key head."""
-
     kind = "shared-dn"
     shared = True
 
 
 class SharedMamba2(Mamba2):
-    """:class:`Mamba2` with a state per key head."""
-
     kind = "shared-mamba2"
     shared = True

@@ -33,6 +33,9 @@ class MemoryCausalLM(MemoryPreTrained):
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if hasattr(config, "router_aux_loss_coef"):  # for the loss that balances the experts, where it is asked for
+            self.router_aux_loss_coef = config.router_aux_loss_coef
+            self.num_experts, self.num_experts_per_tok = config.num_experts, config.num_experts_per_tok
         self.post_init()
 
     def memory_off(self) -> Any:

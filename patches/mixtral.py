@@ -1,7 +1,5 @@
 """Mixtral with a memory: configuration, model, causal LM."""
 
-from typing import Any
-
 from transformers import MixtralConfig, MixtralForCausalLM, MixtralModel
 
 from .causal_lm import MemoryCausalLM
@@ -20,9 +18,3 @@ class RetrofitMixtralModel(MemoryModel, MixtralModel):
 class RetrofitMixtralForCausalLM(MemoryCausalLM, MixtralForCausalLM):
     config_class = RetrofitMixtralConfig
     model_class = RetrofitMixtralModel
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        # for the loss that balances the experts, where it is asked for
-        self.router_aux_loss_coef = config.router_aux_loss_coef
-        self.num_experts, self.num_experts_per_tok = config.num_local_experts, config.num_experts_per_tok

@@ -27,9 +27,3 @@ class RetrofitQwen3MoeModel(MemoryModel, Qwen3MoeModel):
 class RetrofitQwen3MoeForCausalLM(MemoryCausalLM, Qwen3MoeForCausalLM):
     config_class = RetrofitQwen3MoeConfig
     model_class = RetrofitQwen3MoeModel
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        # for the loss that balances the experts, where it is asked for
-        self.router_aux_loss_coef = config.router_aux_loss_coef
-        self.num_experts, self.num_experts_per_tok = config.num_experts, config.num_experts_per_tok

@@ -155,6 +155,16 @@ def test_products_of_a_memory_do_not_follow_the_global_switch(asked: bool, monke
     assert set(seen) == {"tf32" if asked else "ieee"}
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+@torch.no_grad()
+def test_experts_are_balanced_by_the_loss_of_the_base(family: str) -> None:
+    base, ids = tiny_base(family), tokens(2, W)
+    losses = [model(ids, labels=ids, output_router_logits=True) for model in (base, retrofit.patch(base, "none", W, S))]
+    assert losses[0].aux_loss > 0
+    assert torch.equal(losses[0].aux_loss, losses[1].aux_loss)
+    assert torch.equal(losses[0].loss, losses[1].loss)
+
+
 def test_what_a_backward_pass_computes_again_is_of_its_own_token(make_base: MakeBase) -> None:
     """Though the cache has counted on by then."""
     model, cache = awake(make_base("Qwen2"), "ahn-gdn"), DynamicCache()

@@ -40,8 +40,7 @@ def window_attention(
     block = min(window, n, max(64, window // 4))
     # from this token on every query sees a whole window and all sinks: one mask serves all blocks
     regular = min(max(window + max(sinks - 1, 0) - start, 0), n)
-    blocks = (n - regular) // block  # whole ones, folded into the batch
-    rest = regular + blocks * block
+    rest = n - (n - regular) % block  # whole blocks between the two, folded into the batch
 
     def attend_alone(first: int, last: int) -> tuple[Tensor, ...]:
         mask = _make_mask(last - first, start + first, window, sinks, q.device)
@@ -49,7 +48,7 @@ def window_attention(
         return attend(q[:, :, first:last], near_k, near_v, mask, scale, dropout)
 
     pieces = [attend_alone(first, min(first + block, regular)) for first in range(0, regular, block)]
-    if blocks:
+    if regular < rest:
         band = _make_mask(block, window + sinks, window, sinks, q.device)
         stream = Place(k[:, :, regular:], v[:, :, regular:], block, window + block)
         places = Place(sink_k, sink_v, 0, sinks), stream

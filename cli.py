@@ -29,7 +29,6 @@ ROOMS = {
     "report": "retrofit.report.command",
     "bench": "retrofit.bench.command",
     "estimate": "retrofit.costs.command",
-    "allocate": "retrofit.allocation.command",
     "recipes": "distill.command",
     "push": "retrofit.command",
     "doctor": "retrofit.command",

@@ -25,21 +25,23 @@ from transformers import set_seed
 import retrofit
 from benchmarks.real_fit import Fit, fit_beside
 from benchmarks.real_texts import base_and_tokenizer, read_texts, write_mix
-from benchmarks.real_ways import BARE, NEED, SINKS, WIDTH, Ways, candidates, contenders, untrained
+from benchmarks.real_ways import BARE, DTYPE, SINKS, TOTALS, Ways, contenders, untrained
 from patches.errors import RetrofitError, one_of
 from patches.kinds import find_kind
-from retrofit.calibration import measure_needs
-from retrofit.evaluation.baselines import equal_memory_window, narrowest_window, window_only
+from retrofit.budget import COLUMNS, fit_budget
+from retrofit.calibration import measure, observe, repeat_beginnings, weigh_layers
+from retrofit.costs.held import beyond_sinks, row_bytes
+from retrofit.evaluation.baselines import equal_memory_window, window_only
 from retrofit.evaluation.scores import evaluate, gap_closed
 from retrofit.export import export_model
 from retrofit.files import write_json, write_text
 from retrofit.loading import bfloat16_is_slow
+from retrofit.needs import Needs
 from retrofit.report.page import report
-from retrofit.shares import Needs
 from retrofit.table import print_table
 
-CALIBRATED_ON = 1024  # tokens of a row at most
-BEST = "expected, 5 bits, by need"
+CALIBRATED_ON = 1024  # tokens of a row at least
+BEST = "expected, 75,000"
 JOINT = "joint, fitted"
 LAST = 127  # positions at the end of a row that are also told by themselves
 NOVEL_TOKENS = 40  # of the answer that is shown
@@ -49,12 +51,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is scored: W, tokens of a row, rows of each kind of text, and which ways."""
+    """What is scored: W, tokens of a row, rows of each kind of text, bytes of a layer, and which ways."""
 
     window: int = 128
     length: int = 1024
     rows: int = 3
     every: int = 1  # position of these counts
+    totals: tuple[int, ...] = TOTALS
     only: tuple[str, ...] = ()  # names of ways; none: all
 
 
@@ -66,23 +69,29 @@ def main(output: Path, base: str | None, dtype: str | None, sizes: Sizes, choose
         base: another model than the default, by folder or Hub id.
         dtype: of the base; by default that of the scores in ``output``, or else the one in which this CPU is faster.
         sizes: what is scored.
-        choose: compare settings on rows of their own instead; writes choice.json and choice.md.
+        choose: print what windows and bits are worth for these bytes instead, on texts that nothing else is scored on.
         runs: score the other kinds instead, those fitted there too; writes kinds.json and kinds.md.
     """
     console, began = Console(), time.perf_counter()
     say: Say = lambda line: console.print(line, highlight=False, soft_wrap=True)  # noqa: E731
     torch.set_grad_enabled(False)
-    name, made = ("choice", candidates) if choose else ("table", contenders) if runs is None else ("kinds", untrained)
+    name, made = ("table", contenders) if runs is None else ("kinds", untrained)
     file = output / ("real.json" if name == "table" else f"{name}.json")
     dtype = dtype or usual_dtype(file)
     model, tokenizer = base_and_tokenizer(output, base, dtype, say)
-    ways = made(model.config, sizes.window, dtype)
+    ways = made(model.config, sizes.window, sizes.totals)
     for only in sizes.only:
         one_of("--only", only, *ways)
     say("reading the texts")
     texts = read_texts(tokenizer, sizes.length, say)
-    told = texts.chosen if choose else {kind: ids[: sizes.rows] for kind, ids in texts.scored.items()}
-    fitted = [row[:, :CALIBRATED_ON] for row in texts.fitted]
+    told = {kind: ids[: sizes.rows] for kind, ids in texts.scored.items()}
+    fitted = [row[:, : max(CALIBRATED_ON, sizes.length)] for row in texts.fitted]
+    if choose:
+        on = [*fitted[::2], *(ids[:1] for ids in texts.chosen.values())]
+        for total in sizes.totals:
+            _, found = fit_budget(model, on, total, dtype=DTYPE, context=sizes.length, say=say)
+            print_table(f"{total:,} bytes per layer", found, COLUMNS, console)
+        return
     write_json(output / "rows.json", {kind: ids.tolist() for kind, ids in texts.scored.items()})
     write_text(output / "fitted.txt", "\n\n".join(tokenizer.decode(row[0]) for row in fitted))
     ways = {name: how for name, how in ways.items() if name == BARE or name in (sizes.only or ways)}
@@ -109,8 +118,9 @@ def main(output: Path, base: str | None, dtype: str | None, sizes: Sizes, choose
             rows = scored(models, marks, told, settings, file, say)
     write_text(output / f"{name}.md", markdown(rows, models))
     write_json(output / f"{name}-means.json", list(table(rows, models)))
-    columns = {"name": ("", ""), "mean": ("gap closed", ".3f"), "nll": ("of NLL", ".3f"), "kl_last": ("KL, end", ".4f")}
-    print_table("beside full attention", list(table(rows, models)), columns | {dtype: ("bytes", ",d")}, console)
+    columns = {"name": ("", ""), "bytes": ("bytes", ",d"), "nats": ("KL", ".4f"), "mean": ("gap closed", ".1%")}
+    columns |= {"nll": ("of NLL", ".1%"), "kl_last": ("KL, end", ".4f")}
+    print_table("beside full attention", list(table(rows, models)), columns, console)
     say(f"each kind of text is in {output / name}.md")
     if BEST in models:
         _answer(models, tokenizer, texts.scored["novel"][:1], say)
@@ -127,25 +137,22 @@ def usual_dtype(file: Path) -> str:
 
 
 def patched(base: Any, ways: Ways, fitted: list[Tensor], window: int) -> dict[str, Any]:
-    """A model for each way, all on the same base; what is calibrated is measured once."""
-    models, known = {}, None
-    needs: dict[float, Needs] = {}  # by tilt, which decides who is kept
+    """A model for each way, all on the same base; those that are calibrated read the texts together."""
+    models = {
+        name: retrofit.patch(base, **{"window": window, "sinks": SINKS, **how}).eval() for name, how in ways.items()
+    }
+    chosen = [models[name] for name, how in ways.items() if how["memory"] == "expected"]
+    if chosen:
+        costs = weigh_layers(chosen[0])
+        observe(chosen, fitted, costs)
+        by_need = [models[name] for name, how in ways.items() if how.get("shares") == "need"]
+        if needs := [Needs(model, costs, fitted) for model in by_need]:
+            measure(needs, repeat_beginnings(fitted))
+        for one in needs:
+            one.give()
     for name, how in ways.items():
-        model = retrofit.patch(base, **{"window": window, "sinks": SINKS, **how}).eval()
-        if how["memory"] == "expected":
-            if known is None:
-                known = retrofit.patch(base, **{"window": window, "sinks": SINKS, **how, "bits": 8, "shares": "even"})
-                retrofit.calibrate(known, fitted)
-            for memory, other in zip(model.model.memories().values(), known.model.memories().values(), strict=True):
-                for key, value in memory.named_parameters():
-                    value.copy_(other.get_parameter(key))
-            if how.get("shares") == NEED:
-                tilt = how["tilt"]
-                needs[tilt] = needs.get(tilt) or measure_needs(model, fitted)
-                needs[tilt].give(model)
-        elif find_kind(how["memory"]).calibrates:
-            retrofit.calibrate(model, fitted)
-        models[name] = model
+        if how["memory"] != "expected" and find_kind(how["memory"]).calibrates:
+            retrofit.calibrate(models[name], fitted)
     return models
 
 
@@ -242,22 +249,29 @@ def closed(rows: list[dict[str, Any]], name: str, kind: str) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], models: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One row per model: the share of the KL gap closed on each kind of text, and the means over the kinds."""
-    kinds, bare = list(dict.fromkeys(row["text"] for row in rows)), narrowest_window(models[BARE])
+    kinds = list(dict.fromkeys(row["text"] for row in rows))
     for name, model in models.items():
         of_kind = {kind: closed(rows, name, kind) for kind in kinds}
         share = {kind: one["kl"] for kind, one in of_kind.items()}
         means = {key: mean(one[key] for one in of_kind.values()) for key in ("nll", "nats", "kl_last")}
         each = [row for one in of_kind.values() for row in one["rows"]]
-        size = {dtype: retrofit.kept_bytes(model, bare, getattr(torch, dtype)) for dtype in WIDTH}
+        size = {"bytes": total_bytes(model)}
         last = {f"{kind} at the end": one["kl_last"] for kind, one in of_kind.items()}
         yield {"name": name, **size, **share, "mean": mean(share.values()), **means, "each": each, **last}
+
+
+def total_bytes(model: Any) -> int:
+    """Bytes that one sequence keeps in a layer on average, the cache in bfloat16."""
+    memories = model.model.memories().values()
+    sinks = sum(memory.sinks for memory in memories) * row_bytes(model.config, DTYPE)
+    return round((beyond_sinks(model, DTYPE) + sinks) / len(memories))
 
 
 def markdown(rows: list[dict[str, Any]], models: dict[str, Any]) -> str:
     """The tables as docs/real-model.md shows them."""
     lines = list(table(rows, models))
     kinds = list(dict.fromkeys(row["text"] for row in rows))
-    bytes_ = [f"{line['float32']:,} / {line['bfloat16']:,}" for line in lines]
+    bytes_ = [f"{line['bytes']:,}" for line in lines]
     gaps = [
         [
             f"{line['nats']:.4f}",
@@ -270,7 +284,7 @@ def markdown(rows: list[dict[str, Any]], models: dict[str, Any]) -> str:
     ]
     last = [[f"{line['kl_last']:.4f}", *(f"{line[f'{kind} at the end']:.4f}" for kind in kinds)] for line in lines]
     names = [line["name"] for line in lines]
-    both = "bytes per layer, float32 / bfloat16 base"
+    both = "bytes per layer"
     text = _grid(["", both, "KL", "gap closed", *kinds, "worst row", "NLL gap closed"], names, bytes_, gaps)
     return f"{text}\n{_grid(['', both, f'KL of the last {LAST}', *kinds], names, bytes_, last)}"
 
@@ -301,8 +315,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/real"))
     parser.add_argument("--base", help="another model than SmolLM2-135M-Instruct: a folder or Hub id")
-    parser.add_argument("--dtype", choices=tuple(WIDTH), help="of the base (default: the one this CPU is faster in)")
-    parser.add_argument("--choose", action="store_true", help="compare bits and tilts, on rows that are not reported")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the base (default: the one this CPU is faster in)"
+    )
+    parser.add_argument("--choose", action="store_true", help="print what windows and bits are worth")
     parser.add_argument("--kinds", type=Path, metavar="RUNS", help="score the other kinds, those fitted in RUNS/*/ too")
     for name, what in (
         ("window", "W"),
@@ -311,9 +327,10 @@ if __name__ == "__main__":
         ("every", "score every so many positions"),
     ):
         parser.add_argument(f"--{name}", type=int, default=getattr(Sizes, name), help=what)
+    parser.add_argument("--bytes", type=int, nargs="+", default=TOTALS, help="of a layer, of one sequence")
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="score window-only and these ways alone")
     given = parser.parse_args()
-    sizes = Sizes(given.window, given.length, given.rows, given.every, tuple(given.only))
+    sizes = Sizes(given.window, given.length, given.rows, given.every, tuple(given.bytes), tuple(given.only))
     try:
         main(given.output, given.base, given.dtype, sizes, given.choose, given.kinds)
     except RetrofitError as error:

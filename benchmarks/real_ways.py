@@ -1,4 +1,7 @@
-"""The ways to spend equal bytes that ``make real`` compares, by the name that each has in its tables."""
+"""The ways to spend equal bytes that ``make real`` compares, by the name that each has in its tables.
+
+Bytes are those that one sequence keeps in a layer on average: sinks, window and entries, the cache in bfloat16.
+"""
 
 from typing import Any
 
@@ -8,74 +11,56 @@ from patches.kinds import build_memory, find_kind, new_memory
 from retrofit.costs.held import layer_bytes, row_bytes
 
 SINKS = 4
-BYTES = 16_120  # per layer and key/value head: what the state of `joint` takes of heads of 64
-TILT = 0.004  # nats per token in favour of later ones: chosen by --choose, on other documents than those reported
-RECENT, NEED = 1e6, "need"
-TILTS = (0.0, 0.002, 0.004, 0.008)
-THRICE = "3 x"
-BARE, EQUAL = "window-only", "window of equal bytes"
-WIDTH = {"float32": 4, "bfloat16": 2}  # bytes of a number
+DTYPE = torch.bfloat16  # of the cache whose bytes are counted, whatever the base runs in
+TOTALS = (50_000, 75_000, 100_000, 149_676)
+BESIDE = (12_090, 48_360)  # of the entries beside W = 128
+BARE = "window-only"
+# window and bits that `--choose` finds for so many bytes, on texts that no page reports
+FOUND: dict[int, tuple[int, list[float]]] = {
+    50_000: (8, [3, 3.5]),
+    75_000: (16, [3, 3.5]),
+    100_000: (16, [3.5, 4.5]),
+    149_676: (16, [4.5, 5.5]),
+}
 
 Ways = dict[str, dict[str, Any]]  # {name: arguments of retrofit.patch}
 
 
-def fitting(config: Any, size: int, dtype: str = "float32") -> dict[str, int]:
-    """How many tokens ``size`` bytes per head hold, of a window (``"exact"``) and as rows in 16 to 4 bits."""
-    exact = row_bytes(config, getattr(torch, dtype)) // config.num_key_value_heads
-    each = {"exact": exact, "16": exact + 4}
-    each |= {str(bits): 2 * (exact // WIDTH[dtype] // 2 * bits // 8 + 2) + 8 for bits in (8, 6, 5, 4)}
-    return {name: size // bytes_ for name, bytes_ in each.items()}
-
-
-def contenders(config: Any, window: int, dtype: str) -> Ways:
-    """Every way to spend ``BYTES`` per head beside the window, and the best ones at three times as many.
-
-    In float32, which CPUs are slower in, without the latter and without what needs a base in bfloat16.
-    """
+def contenders(config: Any, window: int, totals: tuple[int, ...] = TOTALS) -> Ways:
+    """Windows, windows in few bits and chosen tokens of each of ``totals`` bytes; and chosen tokens beside W."""
     ways: Ways = {BARE: {"memory": "none"}}
-    for size, note in ((BYTES, ""), (3 * BYTES, f", {THRICE}")):
-        wide, narrow = fitting(config, size), fitting(config, size, "bfloat16")
-        ways[EQUAL + note] = {"memory": "none", "window": window + wide["exact"]}
-        ways[f"{EQUAL}, bfloat16 base{note}"] = {"memory": "none", "window": window + narrow["exact"]}
-        if not note:
-            ways |= {f"window in {bits} bits": _rows(wide, bits, RECENT) for bits in (8, 4)}
-            ways["expected"] = _rows(wide, 16, TILT)
-            ways["expected, bfloat16 base"] = _rows(narrow, 16, TILT)
-            ways["expected, bfloat16 base, by need"] = _rows(narrow, 16, TILT, NEED)
-        else:
-            ways[f"window in 8 bits{note}"] = _rows(wide, 8, RECENT)
-        ways |= {f"expected, {bits} bits{note}": _rows(wide, bits, TILT) for bits in (8, 4)}
-        ways |= {f"window in {bits} bits, by need{note}": _rows(wide, bits, RECENT, NEED) for bits in (4, 5)}
-        ways |= {f"expected, {bits} bits, by need{note}": _rows(wide, bits, TILT, NEED) for bits in (4, 5)}
-    if dtype == "float32":
-        ways = {name: how for name, how in ways.items() if "bfloat16" not in name and THRICE not in name}
+    for total in totals:
+        narrow, bits = FOUND.get(total, (window // 8, [3, 3.5]))
+        ways[f"window, {total:,}"] = {"memory": "none", "window": total // row_bytes(config, DTYPE) - SINKS}
+        in_bits = chosen(config, narrow, bits, total)
+        ways[f"window in few bits, {total:,}"] = in_bits | {"latest": 1}
+        ways[f"expected, {total:,}"] = in_bits | {"shares": "need"}
+    for size in BESIDE:
+        total = size + (window + SINKS) * row_bytes(config, DTYPE)
+        ways[f"expected beside W = {window}, {size:,}"] = chosen(config, window, [3, 3.5], total) | {"shares": "need"}
     return ways
 
 
-def candidates(config: Any, window: int, dtype: str) -> Ways:
-    """What ``--choose`` compares, in any dtype: bits, tilts, shares at ``BYTES``, and tilts at three times as many."""
-    ways: Ways = {BARE: {"memory": "none"}}
-    for size, note, all_bits in ((BYTES, "", (16, 8, 4)), (3 * BYTES, f", {THRICE}", (8,))):
-        for bits in all_bits:
-            for tilt in TILTS:
-                ways[f"{bits} bits, tilt {tilt:g}{note}"] = _rows(fitting(config, size), bits, tilt)
-    for bits in (8, 6, 5, 4):
-        for tilt in TILTS[1:]:
-            ways[f"{bits} bits, tilt {tilt:g}, by need"] = _rows(fitting(config, BYTES), bits, tilt, NEED)
-    return ways
+def chosen(config: Any, window: int, bits: list[float], total: int) -> dict[str, Any]:
+    """``expected`` with as many entries in each head as ``total`` bytes hold."""
+    with torch.device("meta"):
+        memory: Any = build_memory(config, new_memory("expected", window, SINKS, options={"bits": bits, "rows": 1}))
+    left = total - (window + SINKS) * row_bytes(config, DTYPE)
+    rows = left // (memory.kv_heads * memory.entry_bytes(DTYPE))
+    return {"memory": "expected", "window": window, "bits": bits, "rows": rows}
 
 
-def untrained(config: Any, window: int, dtype: str) -> Ways:
-    """The other kinds without any training, at ``BYTES`` beside a base in ``dtype``; ``joint`` and the windows."""
-    tokens = fitting(config, BYTES, dtype)["exact"]
-    ways: Ways = {BARE: {"memory": "none"}, EQUAL: {"memory": "none", "window": window + tokens}}
-    size = BYTES * config.num_key_value_heads
-    marks = _bytes(config, "tova", window + tokens, {}, dtype)  # where its tokens stand
-    ways["joint, calculated"] = {"memory": "joint"}
-    ways["joint, calculated, linear branch alone"] = {"memory": "joint", "branches": "linear", "features": 62}
+def untrained(config: Any, window: int, totals: tuple[int, ...] = ()) -> Ways:
+    """The other kinds without any training, and the window, with ``BESIDE``'s last bytes beside W."""
+    size = BESIDE[-1]
+    tokens = size // row_bytes(config, DTYPE)
+    ways: Ways = {BARE: {"memory": "none"}, "window of equal bytes": {"memory": "none", "window": window + tokens}}
+    marks = _bytes(config, "tova", window + tokens, {})  # where its tokens stand
+    ways["joint, calibrated"] = {"memory": "joint"}
+    ways["joint, calibrated, linear branch alone"] = {"memory": "joint", "branches": "linear", "features": 62}
     ways["tova"] = {"memory": "tova", "window": window + (size - marks) * tokens // size}
     for kind, option in (("h2o", "heavy"), ("compressive", "rows"), ("kvm", "rows")):
-        few, more = (_bytes(config, kind, window, {option: tokens - less}, dtype) for less in (16, 8))
+        few, more = (_bytes(config, kind, window, {option: tokens - less}) for less in (16, 8))
         each = (more - few) // 8
         ways[f"{kind}, not fitted" if find_kind(kind).trainable else kind] = {
             "memory": kind,
@@ -84,13 +69,8 @@ def untrained(config: Any, window: int, dtype: str) -> Ways:
     return ways
 
 
-def _bytes(config: Any, kind: str, window: int, options: dict[str, Any], dtype: str) -> int:
+def _bytes(config: Any, kind: str, window: int, options: dict[str, Any]) -> int:
     """Bytes per layer beside the window."""
     with torch.device("meta"):
         memory = build_memory(config, new_memory(kind, window, SINKS, options=options))
-    own = getattr(torch, dtype)
-    return layer_bytes(config, memory, own) - window * row_bytes(config, own)
-
-
-def _rows(fit: dict[str, int], bits: int, tilt: float, shares: str = "even") -> dict[str, Any]:
-    return {"memory": "expected", "bits": bits, "rows": fit[str(bits)], "tilt": tilt, "shares": shares}
+    return layer_bytes(config, memory, DTYPE) - window * row_bytes(config, DTYPE)

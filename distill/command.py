@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.recipe import DistillKeys, find_recipe, read_recipe, refuse_renamed, shipped_recipes
+from distill.recipe import DistillKeys, read_recipe, refuse_renamed
 from patches.errors import RetrofitError
 from retrofit.files import check_file, check_output, write_bytes
 from retrofit.import_guard import HERE
@@ -26,6 +26,7 @@ from retrofit.options import (
     loading,
     pairs,
 )
+from retrofit.recipes import find_recipe, shipped_recipes
 from retrofit.settings import settings
 
 OTHERS = "retrofit.training"  # where a command line's context keeps flags that are transformers' alone

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from patches.errors import RetrofitError, nearest
+from patches.errors import RetrofitError
 from patches.options import LARGEST
-from retrofit.import_guard import HERE
-from retrofit.plain_yaml import parse_yaml
+from retrofit import recipes
 from retrofit.settings import Checked, setting
 
 # what a key may be called elsewhere, and what it is called here, in transformers and in TRL
@@ -69,9 +68,7 @@ class DistillKeys(Checked):
     layers: list[int] | None = setting(None, "Numbers of the layers that get the memory; all layers by default.")
     others: str = setting("full", "Attention of the layers without a memory.", choices=("full", "window"))
     options: dict[str, Any] = setting(dict, "Options of the memory.")
-    by_layer: dict[str, Any] = setting(
-        dict, "Settings of single layers, as `retrofit allocate` writes them: {0: {window: 64}, 4-7: {rows: 9}}."
-    )
+    by_layer: dict[str, Any] = setting(dict, "Settings of single layers: {0: {window: 64}, 4-7: {rows: 9}}.")
     lora: dict[str, Any] = setting(dict, "Train LoRA beside the memory, with these fields of peft.LoraConfig.")
 
     data: str | None = setting(
@@ -191,7 +188,7 @@ class DistillKeys(Checked):
     @property
     def of_memory(self) -> dict[str, Any]:
         """Where the memory is and what stays beside it, as arguments for :func:`retrofit.patch`."""
-        return {key: getattr(self, key) for key in ("window", "sinks", "layers", "others", "by_layer")}
+        return {key: getattr(self, key) for key in recipes.OF_MEMORY}
 
 
 def refuse_renamed(keys: Any, begin: str = "") -> None:
@@ -206,43 +203,7 @@ def refuse_renamed(keys: Any, begin: str = "") -> None:
 
 
 def read_recipe(path_or_name: str | Path) -> dict[str, Any]:
-    """What a recipe's YAML holds, unchecked but for names that are other ones in transformers.
-
-    Raises:
-        RetrofitError: neither a file nor a shipped name, not valid YAML, not a mapping, or such a name.
-    """
-    path = find_recipe(path_or_name)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, OSError) as error:
-        raise RetrofitError(f"{path_or_name}: not a YAML file: {error}") from error
-    found = parse_yaml(text, str(path_or_name))
-    if found is not None and not isinstance(found, dict):
-        raise RetrofitError(
-            f"{path_or_name}: a recipe is a mapping of keys to values, this is a {type(found).__name__}: write each "
-            "setting as key: value"
-        )
-    refuse_renamed(found or {}, f"{path_or_name}: ")
-    return found or {}
-
-
-def find_recipe(path_or_name: str | Path) -> Path:
-    """Where a recipe lies.
-
-    Raises:
-        RetrofitError: there is neither such a file nor a shipped recipe of that name.
-    """
-    path, shipped = Path(path_or_name), shipped_recipes()
-    if path.is_file():
-        return path
-    if str(path_or_name) not in shipped:
-        hint = nearest(str(path_or_name), shipped)
-        raise RetrofitError(
-            f"there is no recipe file or shipped recipe {path_or_name}{hint}: see `retrofit recipes ls`"
-        )
-    return shipped[str(path_or_name)]
-
-
-def shipped_recipes() -> dict[str, Path]:
-    """``{name: path}`` of the recipes that come with the package."""
-    return {path.stem: path for path in sorted((HERE / "recipes").glob("*.yaml"))}
+    """As :func:`retrofit.recipes.read_recipe`; names that are other ones in transformers are refused."""
+    found = recipes.read_recipe(path_or_name)
+    refuse_renamed(found, f"{path_or_name}: ")
+    return found

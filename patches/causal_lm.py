@@ -46,6 +46,10 @@ class MemoryCausalLM(MemoryPreTrained):
         """Change W (and S) from the next empty cache on; see :meth:`MemoryModel.set_window`."""
         self.model.set_window(window, sinks)
 
+    def set_budget(self, size: int | str, window: int | None = None) -> None:
+        """Change what a layer keeps, from the next empty cache on; see :meth:`MemoryModel.set_budget`."""
+        self.model.set_budget(size, window)
+
     def memory_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and parameter of everything that distillation fits, in the model's order."""
         for prefix, module in self.named_modules():

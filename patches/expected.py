@@ -7,15 +7,17 @@ when it leaves the window, by queries that were measured beforehand on a few tho
 (:meth:`ExpectedAttention.observe`), so that the memory is bounded from the first token to the last.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.linalg import vector_norm
 from transformers import initialization as init
 
+from .coding import Code, coded_bytes, decode, encode, fit_code
 from .errors import RetrofitError, one_of
 from .memory import Evicted, Joined, Kept, Step, WindowMemory
 from .merged_softmax import join, look
@@ -23,16 +25,21 @@ from .options import Options, whole_number
 from .precision import wide
 from .rotary import rotate
 
-BLOCK = 128  # evicted tokens that compete for the entries together
-LEAST = 1e-6  # below this a spread or a length is taken for it
-STEPS = 1024  # scores are rounded to this part of 1: a word has the same score wherever the first layer meets it
+BLOCK = 512  # evicted tokens that compete for the entries together on a CPU
+GPU_BLOCK = 4096  # and on a GPU, where launches count; not measured
+LEAST = 1e-6  # below this a value's length is taken for it
+STEPS = 256  # scores are whole multiples of this part of a nat, and 16 bits keep one
+FARTHEST = 127  # nats: scores beyond it are taken for it
+RIDGE = 1e-2  # of the mean variance of a key's numbers: what the map from keys to values is held back by
+EVERY = 24  # position ahead counts in what an error of a key costs
 
 Entries = dict[str, Tensor]  # by name, every tensor (B, heads, entries, ...)
 
 
 # ---- which tokens stay ----
 
-EMPTY = float("-inf")  # the score of a place that holds no token
+NO_SCORE = torch.iinfo(torch.int16).min  # of a place that holds no token
+EMPTY = torch.iinfo(torch.int64).min  # its rank
 
 
 class Choice(NamedTuple):
@@ -40,44 +47,43 @@ class Choice(NamedTuple):
 
     Attributes:
         alive: whether each of the R + n candidates is kept after each arrival ``(B, H_kv, n, R + n)``.
-        kept: indices of the R candidates that stay after all, in order of arrival ``(B, H_kv, R)``.
+        kept: indices of the R candidates that stay after all, those that hold no token in front ``(B, H_kv, R)``.
     """
 
     alive: Tensor
     kept: Tensor
 
 
-def choose(held: Tensor, new: Tensor) -> Choice:
-    """Who stays when tokens with scores ``new`` (B, H_kv, n) come, one after the other, to R entries with scores
-    ``held`` (B, H_kv, R), in order of arrival and those that hold no token in front.
+def choose(held: Tensor, new: Tensor, entries: Tensor | int | None = None) -> Choice:
+    """Who stays when tokens of ranks ``new`` (B, H_kv, n) come, one after the other, to R entries of ranks ``held``
+    (B, H_kv, R).
 
-    A score never changes, so one sort decides: a candidate is there as long as fewer than R that have arrived so far
-    stand above it. Of equal scores the later one stands above: the first layer of a model gives the same word the same
-    score. With 2 entries that hold scores 5 and 1, a token with 3 takes the place of 1, and one with 2 is dropped:
+    A rank never changes, and no two tokens have the same, so one sort decides: a candidate is there as long as fewer
+    than R that have arrived so far stand above it. With 2 entries of ranks 5 and 1, a token of rank 3 takes the place
+    of the second, and one of rank 2 is dropped:
 
-    >>> choice = choose(torch.tensor([[[5.0, 1.0]]]), torch.tensor([[[3.0, 2.0]]]))
+    >>> choice = choose(torch.tensor([[[5, 1]]]), torch.tensor([[[3, 2]]]))
     >>> choice.alive[0, 0].int().tolist()
     [[1, 0, 1, 0], [1, 0, 1, 0]]
     >>> choice.kept[0, 0].tolist()
     [0, 2]
+
+    Args:
+        entries: how many of the R each head has ``(H_kv, 1, 1)``, where they do not all have R.
     """
-    entries, n = held.shape[-1], new.shape[-1]
-    scores = torch.cat([held, new], -1)
-    candidate = torch.arange(entries + n, device=scores.device)
-    # a stable sort of the reversed order has the later of two equals first
-    best_first = scores.shape[-1] - 1 - scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    places, n = held.shape[-1], new.shape[-1]
+    entries = places if entries is None else entries
+    ranks = torch.cat([held, new], -1)
+    candidate = torch.arange(places + n, device=ranks.device)
+    best_first = ranks.argsort(dim=-1, descending=True, stable=True)
     rank = best_first.argsort(-1)
-    held_so_far = (best_first < entries).cumsum(-1)
-    beaten_by_held = held_so_far.gather(-1, rank) - (candidate < entries).long()
-    beats = rank[..., entries:, None] < rank[..., None, :]  # (.., n, R + n): new token i stands above candidate j
+    held_so_far = (best_first < places).cumsum(-1)
+    beaten_by_held = held_so_far.gather(-1, rank) - (candidate < places).long()
+    beats = rank[..., places:, None] < rank[..., None, :]  # (.., n, R + n): new token i stands above candidate j
     beaten_by_new = beats.cumsum(-2)
-    arrived = candidate < entries + torch.arange(1, n + 1, device=scores.device)[:, None]
-    alive = (beaten_by_held.unsqueeze(-2) + beaten_by_new < entries) & arrived & (scores > EMPTY).unsqueeze(-2)
-    if not entries:
-        return Choice(alive, best_first[..., :0])
-    last = alive[..., -1, :] if n else scores > EMPTY
-    # empty places in front, then those that stay; both in order of arrival
-    kept = last.to(torch.uint8).argsort(dim=-1, stable=True)[..., -entries:]
+    arrived = candidate < places + torch.arange(1, n + 1, device=ranks.device)[:, None]
+    alive = (beaten_by_held.unsqueeze(-2) + beaten_by_new < entries) & arrived & (ranks > EMPTY).unsqueeze(-2)
+    kept = alive[..., -1, :].to(torch.uint8).argsort(dim=-1, stable=True)[..., n:]
     return Choice(alive, kept)
 
 
@@ -87,81 +93,46 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, at)
 
 
-# ---- numbers in few bits ----
+class Layout(NamedTuple):
+    """Where the entries of each head lie in the state: head after head, in each the latest tokens before the others.
 
-BITS = (16, 8, 6, 5, 4)  # 16: the model's own dtype, nothing is rounded
-SMALLEST = 1e-12  # a step, so that a token that is its channels' mean divides by something
-LARGEST = 2.0**15  # spreads from the mean, of which the scale in 4 bits is still a float16
-COARSER = 4  # how many times as coarse as without spreads their steps may be: 1 token in 200 asks for more
+    Heads have different numbers of entries: what works on all heads at once gives each the places of the largest.
 
-
-class Channels(NamedTuple):
-    """What the channels of each head are like: their ``mean`` and ``spread``, both ``(H, D)``."""
-
-    mean: Tensor
-    spread: Tensor
-
-
-def quantise(x: Tensor, channels: Channels, bits: int) -> tuple[Tensor, Tensor]:
-    """Round ``x`` (B, H, n, D), less its channels' mean and over their spread, to ``bits`` bits.
-
-    Levels lie at odd multiples of half a scale, as many below zero as above. A channel that hardly varied when it was
-    measured must not set the scale of all: where it would, the token is not divided by the spreads. So no number is
-    wrong by more than ``COARSER / (2**bits - 1)`` of the token's largest difference from the mean.
-
-    Returns:
-        The codes, packed, ``(B, H, n, D * bits / 8)`` uint8, and each token's scale ``(B, H, n, 1)``
-        in float16, negative where the spreads have no part in it.
-
-    The scale of [-1, 1] in 4 bits is 1 / 7.5, and its ends are levels:
-
-    >>> channels = Channels(torch.zeros(1, 2), torch.ones(1, 2))
-    >>> codes, scale = quantise(torch.tensor([[[[-1.0, 1.0]]]]), channels, bits=4)
-    >>> codes.tolist(), restore(codes, scale, channels, bits=4).round(decimals=2).tolist()
-    ([[[[240]]]], [[[[-1.0, 1.0]]]])
+    Attributes:
+        first: where each head begins ``(H_kv, 1)``.
+        latest: how many places its latest tokens have ``(H_kv, 1)``, at most ``most_latest``.
+        chosen: how many the others have ``(H_kv, 1)``, at most ``most_chosen``.
+        head: of each place of the state, its head ``(places,)``.
+        place: and which of the head's places it is ``(places,)``.
     """
-    far, half = x - channels.mean.unsqueeze(-2), (2**bits - 1) / 2
-    largest, farthest = (vector_norm(each, math.inf, -1, True) for each in (far / channels.spread.unsqueeze(-2), far))
-    most = (farthest * (COARSER / channels.spread.amax(-1)[:, None, None])).clamp_max(LARGEST)
-    scale = (torch.where(largest > most, -farthest, largest) / half).to(torch.float16)
-    codes = (far / _compute_steps(scale, channels.spread).clamp_min(SMALLEST) + half).round().clamp(0, 2 * half)
-    return _pack(codes.to(torch.uint8), bits), scale
+
+    first: Tensor
+    latest: Tensor
+    chosen: Tensor
+    head: Tensor
+    place: Tensor
+    most_latest: int
+    most_chosen: int
 
 
-def restore(codes: Tensor, scale: Tensor, channels: Channels, bits: int) -> Tensor:
-    """What :func:`quantise` has rounded, ``(B, H, n, D)`` in the dtype of the channels' mean."""
-    mean, spread = channels
-    codes = _unpack(codes, bits)
-    levels = codes.to(mean.dtype).sub_((2**bits - 1) / 2)
-    return _compute_steps(scale, spread).mul_(levels).add_(mean.unsqueeze(-2))
+def lay_out(rows: tuple[int, ...], latest: tuple[int, ...], like: Tensor) -> Layout:
+    """The layout for so many entries per head, of which so many are for the latest tokens, where ``like`` lies."""
+    # a fake tensor's layout is itself one, which nobody else may find
+    return (_build_layout if is_fake(like) else _cached_layout)(rows, latest, like.device)
 
 
-def _compute_steps(scale: Tensor, spread: Tensor) -> Tensor:
-    """From one level of a number to the next ``(B, H, n, D)``, in the dtype of ``spread``."""
-    scale = scale.to(spread.dtype)
-    return (spread.unsqueeze(-2) * scale.clamp_min(0)).add_((-scale).clamp_min(0))  # choosing takes twice as long
+def _build_layout(rows: tuple[int, ...], latest: tuple[int, ...], device: torch.device) -> Layout:
+    chosen = [each - recent for each, recent in zip(rows, latest, strict=True)]
+    first, recent, others = (
+        torch.tensor([[number] for number in numbers], device=device)
+        for numbers in ([sum(rows[:head]) for head in range(len(rows))], latest, chosen)
+    )
+    places = [(head, place) for head, count in enumerate(rows) for place in range(count)]
+    head, place = (torch.tensor(numbers, device=device) for numbers in zip(*places, strict=True))
+    return Layout(first, recent, others, head, place, max(latest), max(chosen))
 
 
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes of so many bits side by side, the lowest bit of the first code first."""
-    if bits == 8:
-        return codes
-    if bits == 4:
-        return codes[..., ::2] | (codes[..., 1::2] << 4)
-    place = torch.arange(8, dtype=torch.uint8, device=codes.device)
-    each = (codes.unsqueeze(-1) >> place[:bits]) & 1
-    return (each.flatten(-2).unflatten(-1, (-1, 8)) << place).sum(-1, dtype=torch.uint8)
-
-
-def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """What :func:`_pack` has packed."""
-    if bits == 8:
-        return packed
-    if bits == 4:
-        return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-    place = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    each = (packed.unsqueeze(-1) >> place) & 1
-    return (each.flatten(-2).unflatten(-1, (-1, bits)) << place[:bits]).sum(-1, dtype=torch.uint8)
+_cached_layout = lru_cache(maxsize=512)(_build_layout)
 
 
 # ---- the memory ----
@@ -176,16 +147,23 @@ class ExpectedOptions(Options):
             state, ``H D^2`` elements.
         shares: ``"need"``: calibration measures which heads of which layers lack tokens and gives each its share of all
             entries; how many there are in all stays.
-        bits: of a number of a kept key or value: 16 (the model's own dtype, as it is), 8, 6, 5 or 4.
+        bits: of a number of a kept key or value: 16 (the model's own dtype, as it is), or 1 to 8, on average: fractions
+            are allowed. A list has the bits of keys and those of values.
         horizon: over how many positions beyond the window future queries are expected.
-        tilt: what a token's score gains for each position that it comes later, at least 0. A large one (1e6) keeps the
-            most recent tokens: a longer window, in few bits if so chosen.
+        latest: part of the window and a head's entries together that is for the latest tokens, whatever their score;
+            with 1 the memory is a longer window, in few bits if so chosen.
+        recency: nats that a score gains for a token that comes W + R tokens later, R being the entries of its head.
     """
 
+    gone: ClassVar[dict[str, str]] = {
+        "tilt": "later tokens are favoured by recency, so leave it out and calibrate the base again"
+    }
+
     rows: int | list[int] | None = None
-    bits: int = 16
+    bits: float | list[float] = 16
     horizon: int = 512
-    tilt: float = 0.0
+    latest: float = 0.3
+    recency: float = 1.0
     shares: str = "even"
 
     def __post_init__(self) -> None:
@@ -195,18 +173,39 @@ class ExpectedOptions(Options):
         elif self.rows is not None:
             whole_number("rows", self.rows)
         one_of("shares", self.shares, "even", "need")
-        if self.bits not in BITS:
-            raise RetrofitError(f"bits={self.bits!r}: use 16 (the model's own dtype), 8, 6, 5 or 4")
+        both = self.bits if isinstance(self.bits, list) else [self.bits]
+        if not 1 <= len(both) <= 2 or not (all(map(_is_few_bits, both)) or all(bits == 16 for bits in both)):
+            raise RetrofitError(
+                f"bits={self.bits!r}: use 16 (the model's own dtype) or 1 to 8, or a list of two such numbers, for "
+                "keys and for values"
+            )
         whole_number("horizon", self.horizon)
-        if isinstance(self.tilt, bool) or not isinstance(self.tilt, int | float) or not 0 <= self.tilt < math.inf:
-            raise RetrofitError(f"tilt={self.tilt!r}: give a number, 0 or more")
+        for name, most in (("latest", 1.0), ("recency", 1e3)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                raise RetrofitError(f"{name}={value!r}: give a number from 0 to {most:g}")
+
+    @property
+    def coded(self) -> bool:
+        """Whether entries are kept in few bits."""
+        return self.key_and_value_bits != (16, 16)
+
+    @property
+    def key_and_value_bits(self) -> tuple[float, float]:
+        """Bits of a key's number and of a value's."""
+        both = self.bits if isinstance(self.bits, list) else [self.bits]
+        return both[0], both[-1]
+
+
+def _is_few_bits(bits: Any) -> bool:
+    return isinstance(bits, int | float) and not isinstance(bits, bool) and 1 <= bits <= 8
 
 
 class ExpectedAttention(WindowMemory):
-    """Sinks, window, and the R evicted tokens with the highest scores, all in one softmax; nothing is trained.
+    """Sinks, window, and R evicted tokens per head, all in one softmax: the latest, and those with the highest scores.
 
-    What :meth:`observe` measures is saved with the model. Without it every key is expected to be looked at alike, and
-    the longest values stay.
+    Nothing is trained; what :meth:`observe` measures is saved with the model. Without it every key is expected to be
+    looked at alike, and the longest values stay.
     """
 
     kind = "expected"
@@ -215,34 +214,57 @@ class ExpectedAttention(WindowMemory):
     calibrates = needs_texts = True
     size = "rows"
     Options = ExpectedOptions
-    key_mean: Tensor  # of kept keys and values in few bits: of each channel (H_kv, D)
-    key_spread: Tensor
-    value_mean: Tensor
-    value_spread: Tensor
+    # calibrated, of entries in few bits
+    key_mean: nn.Parameter
+    key_bits: nn.Parameter
+    value_mean: nn.Parameter
+    value_bits: nn.Parameter
+    value_of_key: nn.Parameter
 
     def __init__(self, config: Any, window: int, sinks: int, options: ExpectedOptions):
         super().__init__(config, window, sinks, options)
-        if self.head_dim * options.bits % 8:
-            raise RetrofitError(
-                f"bits={options.bits}: {self.head_dim} numbers, a head of this base, do not fill whole bytes: use 8"
-            )
         heads, kv_heads, dim = self.heads, self.kv_heads, self.head_dim
         self.group = heads // kv_heads  # query heads that share a key/value head
         if isinstance(options.rows, list) and len(options.rows) != kv_heads:
             raise RetrofitError(
                 f"rows={options.rows}: this base has {kv_heads} key/value heads in a layer, so give as many numbers"
             )
-        self.query_mean = nn.Parameter(torch.empty(heads, dim), requires_grad=False)  # m
-        self.query_spread = nn.Parameter(torch.empty(heads, dim, dim), requires_grad=False)  # C = A A^T
-        self.level = nn.Parameter(torch.empty(heads), requires_grad=False)  # log of all keys' expected weight
-        if options.bits < 16:
-            for name in ("key_mean", "key_spread", "value_mean", "value_spread"):
-                setattr(self, name, nn.Parameter(torch.empty(kv_heads, dim), requires_grad=False))
+
+        def measured(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+        self.query_mean = measured(heads, dim)  # m
+        self.query_spread = measured(heads, dim, dim)  # C = A A^T
+        self.level = measured(heads)  # log of all keys' expected weight
+        if options.coded:
+            for name in ("key", "value"):
+                setattr(self, f"{name}_mean", measured(kv_heads, dim))
+                setattr(self, f"{name}_forward", measured(kv_heads, dim, dim))
+                setattr(self, f"{name}_backward", measured(kv_heads, dim, dim))
+                setattr(self, f"{name}_spread", measured(kv_heads, dim))
+                setattr(self, f"{name}_bits", measured(kv_heads, dim, dtype=torch.uint8))
+            self.value_of_key = measured(kv_heads, dim, dim)  # what a key predicts of its value
         self._sums: dict[str, Tensor] = {}
 
     def reset_parameters(self) -> None:
         for name, parameter in self.named_parameters():
-            init.constant_(parameter, 1.0 if name in ("key_spread", "value_spread") else 0.0)
+            if name in ("key_spread", "value_spread"):
+                init.ones_(parameter)
+            elif name.endswith(("_forward", "_backward")):
+                init.copy_(parameter, torch.eye(self.head_dim).expand_as(parameter))
+            elif name.endswith("_bits"):
+                total = 8 * self.coded_bytes[name == "value_bits"]
+                each, more = divmod(min(total, 8 * self.head_dim), self.head_dim)
+                bits = each + (torch.arange(self.head_dim) < more).to(torch.uint8)
+                init.copy_(parameter, bits.expand_as(parameter))
+            else:
+                init.zeros_(parameter)
+
+    @property
+    def coded_bytes(self) -> tuple[int, int]:
+        """Bytes of the codes of a key and of a value."""
+        of_keys, of_values = self.options.key_and_value_bits
+        return coded_bytes(self.head_dim, of_keys), coded_bytes(self.head_dim, of_values)
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -253,28 +275,22 @@ class ExpectedAttention(WindowMemory):
     def usual_rows(self) -> int:
         """R where nothing is said."""
         state = self.heads * self.head_dim**2 * torch.float32.itemsize
-        return max(1, state // (self.kv_heads * self._entry_bytes))
-
-    def _group_heads(self) -> list[tuple[slice, int]]:
-        """Key/value heads that keep as many tokens, and how many: all of them, or each by itself."""
-        if len(set(self.rows)) == 1:
-            return [(slice(0, self.kv_heads), self.rows[0])]
-        return [(slice(head, head + 1), rows) for head, rows in enumerate(self.rows)]
+        return max(1, state // (self.kv_heads * self.entry_bytes(torch.float32)))
 
     # ---- what it costs ----
 
     def _describe_entry(self, dtype: torch.dtype) -> dict[str, Kept]:
         """What is kept of one token."""
-        score = {"score": Kept((), wide(dtype))}
-        if self.options.bits == 16:
-            return {name: Kept((self.head_dim,), dtype) for name in ("k", "v")} | score
-        codes, scale = Kept((self.head_dim * self.options.bits // 8,), torch.uint8), Kept((1,), torch.float16)
-        position = Kept((), torch.int32)
-        return {"k": codes, "k_scale": scale, "v": codes, "v_scale": scale, "position": position} | score
+        marks = {"index": Kept((), torch.int32), "score": Kept((), torch.int16)}
+        if not self.options.coded:
+            return {name: Kept((self.head_dim,), dtype) for name in ("k", "v")} | marks
+        of_keys, of_values = (Kept((size,), torch.uint8) for size in self.coded_bytes)
+        scale = Kept((1,), torch.float16)
+        return {"k": of_keys, "k_scale": scale, "v": of_values, "v_scale": scale} | marks
 
-    @property
-    def _entry_bytes(self) -> int:
-        return sum(kept.bytes for kept in self._describe_entry(torch.float32).values())
+    def entry_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token that is kept."""
+        return sum(kept.bytes for kept in self._describe_entry(dtype).values())
 
     def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
         rows = sum(self.rows)
@@ -298,49 +314,102 @@ class ExpectedAttention(WindowMemory):
             step: the layer's step, with queries, keys and values before their rotation.
             again: whether this is the second time, in which keys are weighed by the queries of the first.
         """
+        if step.k.shape[2] <= self.sinks:
+            return
         if again:
-            expected = self._expect_weights(step.k.to(wide(step.k.dtype)), step).logsumexp(-1)  # (B, H_kv, G)
+            k = step.k[:, :, self.sinks :].to(wide(step.k.dtype))
+            expected = self._expect_weights(k, step).logsumexp(-1)  # (B, H_kv, G)
             sums = {"n": expected.new_tensor(len(expected)), "level": expected.flatten(1).sum(0)}
         else:
-            q, k, v = (x.double().transpose(0, 1).flatten(1, 2) for x in (step.q, step.k, step.v))  # (heads, tokens, D)
-            sums = {"n": q.new_tensor(q.shape[1]), "q": q.sum(1), "qq": q.transpose(1, 2) @ q}
-            for name, x in (("k", k), ("v", v)):
-                sums |= {name: x.sum(1), name * 2: x.square().sum(1)}
+            # sinks are unlike all other tokens, and are never among the entries
+            q, k, v = (x[:, :, self.sinks :].double() for x in (step.q, step.k, step.v))
+            q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))  # (heads, tokens, D)
+            sums = {"n": q.new_tensor(q.shape[1]), "q": q.sum(1), "qq": q.mT @ q}
+            if self.options.coded:
+                sums |= {"k": k.sum(1), "kk": k.mT @ k, "v": v.sum(1), "vv": v.mT @ v, "kv": k.mT @ v}
+                sums["metric"] = self._turn_ahead(sums["qq"], step)
         self._sums = {name: self._sums.get(name, 0) + x for name, x in sums.items()}
 
+    def _turn_ahead(self, moments: Tensor, step: Step) -> Tensor:
+        """Second moments of queries ``(H, D, D)`` as keys before their rotation meet them, on average over the
+        positions ahead and summed over the query heads of a key head: ``(H_kv, D, D)``."""
+        ahead = torch.arange(self.window, self.window + self.options.horizon, EVERY, device=moments.device)
+        cos, sin = (x.to(moments.dtype)[0, :, None] for x in step.now.turn(ahead[None]))  # (positions, 1, D)
+        moments = moments.unflatten(0, (self.kv_heads, -1)).sum(1)
+        # a query that comes d positions later meets a key as if it were turned by d: its rows, then its columns
+        rows = rotate(moments.expand(len(ahead), -1, -1, -1), cos, sin)
+        return rotate(rows.mT, cos, sin).mean(0)
+
     @torch.no_grad()
-    def settle(self) -> None:
-        """Take over what was observed since the last time."""
+    def settle(self, costs: Tensor) -> None:
+        """Take over what was observed since the last time.
+
+        Args:
+            costs: what a change ``c`` of the outputs of a key head's query heads costs, ``c M c'``: M
+                ``(H_kv, G D, G D)``, as :func:`retrofit.needs.weigh_outputs` has it.
+
+        Raises:
+            RetrofitError: no text was longer than the sinks; entries are coded, and there were too few tokens.
+        """
         known, self._sums = self._sums, {}
+        if not known:
+            raise RetrofitError(f"no text is longer than {self.sinks} tokens: calibrate on longer ones")
         n = known.pop("n")
         if "level" in known:
             self.level.copy_(known["level"] / n)
             return
+        if self.options.coded and n < 2 * self.head_dim:
+            raise RetrofitError(
+                f"entries in few bits are measured on {2 * self.head_dim} tokens at least, and the texts have "
+                f"{int(n)}: calibrate on more"
+            )
         self.level.zero_()
         mean = known["q"] / n
         covariance = known["qq"] / n - mean.unsqueeze(-1) * mean.unsqueeze(-2)
         values, vectors = torch.linalg.eigh(covariance)
         self.query_mean.copy_(mean)
         self.query_spread.copy_(vectors * values.clamp_min(0).sqrt().unsqueeze(-2))
-        if self.options.bits < 16:
-            for name, key in (("key", "k"), ("value", "v")):
-                mean = known[key] / n
-                spread = (known[key * 2] / n - mean.square()).clamp_min(LEAST**2).sqrt()
-                getattr(self, f"{name}_mean").copy_(mean)
-                getattr(self, f"{name}_spread").copy_(spread)
+        if self.options.coded:
+            of_heads = costs.double().unflatten(2, (self.group, -1)).unflatten(1, (self.group, -1))
+            of_values = of_heads.diagonal(dim1=1, dim2=3).sum(-1)  # one error in all query heads' outputs
+            self._settle_codes({name: x / n for name, x in known.items()}, of_values)
+
+    def _settle_codes(self, mean: dict[str, Tensor], output: Tensor) -> None:
+        """Codes of keys, and of what keys do not predict of values, from the means of products.
+
+        The map from keys to values is that of ridge regression. What it leaves of a value has the covariance of the
+        regression's residual, and the part of it that stems from the key's own rounding.
+        """
+
+        def covary(first: str, second: str) -> Tensor:
+            return mean[first + second] - mean[first].unsqueeze(-1) * mean[second].unsqueeze(-2)
+
+        kk, vv, kv = covary("k", "k"), covary("v", "v"), covary("k", "v")
+        ridge = RIDGE * kk.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-12)
+        eye = torch.eye(self.head_dim, dtype=kk.dtype, device=kk.device)
+        of_key = torch.linalg.solve(kk + ridge[:, None, None] * eye, kv)
+        keys, error = fit_code(kk, mean["metric"], 8 * self.coded_bytes[0])
+        cross = of_key.mT @ kv
+        left = vv - cross - cross.mT + of_key.mT @ (kk + error) @ of_key
+        values, _ = fit_code(left, output, 8 * self.coded_bytes[1])
+        self.value_of_key.copy_(of_key)
+        for name, own, code in (("key", "k", keys), ("value", "v", values)):
+            getattr(self, f"{name}_mean").copy_(mean[own])
+            for part, x in code._asdict().items():
+                getattr(self, f"{name}_{part}").copy_(x)
 
     # ---- choosing ----
 
     def score(self, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """How much future queries are expected to look at tokens ``(B, H_kv, n)``, float32 or wider.
+        """How much future queries are expected to look at tokens ``(B, H_kv, n)``, in steps of 1/256 nat, int16.
 
         Args:
-            k: keys before their rotation ``(B, H_kv, n, D)``; v: values.
+            k: keys before their rotation ``(B, H_kv, n, D)``, float32 or wider; v: values.
         """
         level = self.level.to(k.dtype).unflatten(0, (self.kv_heads, -1)).unsqueeze(-1)
-        length = v.to(k.dtype).norm(dim=-1).clamp_min(LEAST)
+        length = vector_norm(v.to(k.dtype), dim=-1).clamp_min(LEAST)
         score = (self._expect_weights(k, step) - level).logsumexp(2) + length.log()
-        return (score * STEPS).round() / STEPS
+        return (score.clamp(-FARTHEST, FARTHEST) * STEPS).round().to(torch.int16)
 
     def _expect_weights(self, k: Tensor, step: Step) -> Tensor:
         """Log of the weight that each query head is expected to give keys before their rotation ``(B, H_kv, G, n)``."""
@@ -351,6 +420,45 @@ class ExpectedAttention(WindowMemory):
         k = rotate(k, cos.to(dtype), -sin.to(dtype)).unsqueeze(2) * step.scale  # (B, H_kv, 1, n, D)
         mean, spread = (x.to(dtype).unflatten(0, (self.kv_heads, -1)) for x in (self.query_mean, self.query_spread))
         return (k @ mean.unsqueeze(-1)).squeeze(-1) + (k @ spread).square().sum(-1) / 2
+
+    def count_latest(self, rows: int) -> int:
+        """How many of a head's entries are for the tokens that left the window last.
+
+        With W = 20, ``latest=0.3`` and 180 entries, 40 of them: together with the window that is 0.3 of the 200 tokens.
+        """
+        return min(rows, max(0, round(self.options.latest * (self.window + rows)) - self.window))
+
+    def rank(self, score: Tensor, index: Tensor, rows: Tensor | int) -> Tensor:
+        """Ranks ``(B, H_kv, n)`` int64 of tokens of some scores and indices; a higher one stays longer.
+
+        Of two that are alike the later stands above, so all ranks are different.
+
+        Args:
+            rows: entries of each head ``(H_kv, 1)``, or of all.
+        """
+        index = index.long()
+        later = index * round(STEPS * self.options.recency) // (rows + self.window)
+        rank = (score.long() + later << 32) + index
+        return rank.masked_fill(score == NO_SCORE, EMPTY)
+
+    def kept_after(self, score: Tensor, newest: Tensor, rows: int) -> Tensor:
+        """Which tokens a head of so many entries holds at different times: ``(m, n)``.
+
+        Args:
+            score: of the evicted tokens in order ``(n,)``.
+            newest: at each time, the number of the token that was evicted last ``(m,)``.
+        """
+        token = torch.arange(len(score), device=score.device)
+        latest = self.count_latest(rows)
+        last = (newest - latest)[:, None]  # that no longer waits among the latest
+        waiting = (token > last) & (token <= newest[:, None])
+        chosen = rows - latest
+        if not chosen:
+            return waiting
+        rank = self.rank(score, token + self.sinks, rows)
+        rank = torch.where(token <= last, rank, EMPTY)
+        least = rank.kthvalue(max(len(score) - chosen + 1, 1), dim=-1, keepdim=True).values
+        return waiting | ((rank >= least) & (rank > EMPTY))
 
     # ---- writing and reading ----
 
@@ -364,92 +472,153 @@ class ExpectedAttention(WindowMemory):
             The output ``(B, H, n, D)`` and the log-sum-exp ``(B, H, n)`` of all logits, for what may join after them.
         """
         assert lse is not None
-        plain = gone.plain_keys(step.now, wide(gone.k.dtype))
-        arrival = step.now.indices(gone.start, gone.count).to(plain.dtype)
-        score = self.score(plain, gone.v, step) + self.options.tilt * arrival.unsqueeze(1)
-        new, state = self._make_entries(step, gone, plain, score), step.layer.state
-        joined: list[tuple[Tensor, Tensor]] = []
-        ends: list[Entries] = []
-        first = 0  # of these heads' entries among those of all
-        for heads, entries in self._group_heads():
-            own = {name: x[:, heads] for name, x in new.items()}
-            shape = (heads.stop - heads.start, entries)
-            last = first + math.prod(shape)
-            held = {
-                name: state[name][:, first:last].unflatten(1, shape)
-                if name in state
-                else empty_entries(name, x, entries)
-                for name, x in own.items()
-            }
-            queries = slice(heads.start * self.group, heads.stop * self.group)
-            out, mass, held = self._attend_heads(step, near[:, queries], lse[:, queries], gone, heads, own, held)
-            first, joined, ends = last, [*joined, (out, mass)], [*ends, held]
+        if not any(self.rows):
+            return near, lse
+        new, state = self._make_entries(step, gone), step.layer.state
+        latest = tuple(self.count_latest(rows) for rows in self.rows)
+        layout = lay_out(self.rows, latest, near)
+        outs, sums = [near[:, :, : gone.first]], [lse[:, :, : gone.first]]
+        held = {name: state[name] if name in state else _no_entries(name, x, layout) for name, x in new.items()}
+        if held["score"].shape[1] != len(layout.head):
+            raise RetrofitError("this cache was begun when heads had other numbers of entries: start a new cache")
+        size = BLOCK if near.device.type == "cpu" else GPU_BLOCK
+        for first in range(0, gone.count, size):
+            part = {name: x[:, :, first : first + size] for name, x in new.items()}
+            at = slice(gone.first + first, gone.first + first + part["score"].shape[2])
+            candidates, alive, held = self._compete(layout, held, part)
+            far = self._look_far(step, candidates, alive, at)
+            here = near[:, :, at], lse[:, :, at]
+            outs.append(join(here, far))
+            sums.append(torch.logaddexp(here[1], far[1]))
         if step.layer.keeps:
-            state.update({name: torch.cat([held[name].flatten(1, 2) for held in ends], 1) for name in new})
-        out, mass = (torch.cat(parts, 1) for parts in zip(*joined, strict=True))
-        return out, mass
+            state.update(held)
+        return torch.cat(outs, 2), torch.cat(sums, 2)
 
-    def _attend_heads(
-        self, step: Step, near: Tensor, lse: Tensor, gone: Evicted, heads: slice, new: Entries, held: Entries
-    ) -> tuple[Tensor, Tensor, Entries]:
-        """What the queries of some key/value heads read while new tokens come to the entries that are held.
+    def _compete(self, layout: Layout, held: Entries, new: Entries) -> tuple[Entries, Tensor, Entries]:
+        """Let ``n`` tokens come to the entries, one after the other.
+
+        A token waits among its head's latest until as many have come after it, and then competes with those chosen. A
+        head with 2 places for the latest that holds tokens 3 and 4 there, and is given 5 and 6, lets 3 and 4 compete.
 
         Args:
-            near, lse: the window's output and log-sum-exp of these query heads.
-            heads: the key/value heads.
-            new, held: their evicted tokens, and their entries before this call.
+            held: the state ``(B, places, ...)``; new: of the tokens ``(B, H_kv, n, ...)``.
 
         Returns:
-            The output ``(B, query heads, n, D)``, its log-sum-exp, and the entries after this call.
+            All candidates ``(B, H_kv, C, ...)``, which of them each query sees ``(B, H_kv, n, C)``, and the new state.
         """
-        queries = slice(heads.start * self.group, heads.stop * self.group)
-        outs, sums = [near[:, :, : gone.first]], [lse[:, :, : gone.first]]
-        for first in range(0, gone.count, BLOCK):
-            last = min(first + BLOCK, gone.count)
-            part = {name: x[:, :, first:last] for name, x in new.items()}
-            choice = choose(held["score"], part["score"])
-            candidates = {name: torch.cat([held[name], x], 2) for name, x in part.items()}
-            at = slice(gone.first + first, gone.first + last)
-            k, v = (x.flatten(0, 1).unsqueeze(1) for x in self._restore_entries(candidates, heads, step))
-            q = step.q[:, queries, at].unflatten(1, (-1, self.group)).flatten(0, 1)  # (B heads, G, m, D)
-            far = look(q, k, v, choice.alive.flatten(0, 1), step.scale, step.dropout)
-            far_out, far_lse = (x.unflatten(0, (len(near), -1)).flatten(1, 2) for x in far)
-            near_part = near[:, :, at], lse[:, :, at]
-            outs.append(join(near_part, (far_out, far_lse)))
-            sums.append(torch.logaddexp(near_part[1], far_lse))
-            held = {name: pick(x, choice.kept) for name, x in candidates.items()}
-        return torch.cat(outs, 2), torch.cat(sums, 2), held
+        batch, _, n = new["score"].shape
+        most, chosen = layout.most_latest, layout.most_chosen
+        here = torch.arange(most + n, device=layout.first.device)
+        arrivals = new["index"][:, :, :1].long() - self.sinks  # tokens that were evicted before these (B, H_kv, 1)
+        # the latest from the oldest on, at the end of `most` places; token number a lies at place a % latest
+        number = arrivals + here[:most] - most
+        there = (here[:most] >= most - layout.latest) & (number >= 0)
+        ring = layout.first + number % layout.latest.clamp_min(1)
+        others = torch.arange(chosen, device=here.device)
+        after = layout.first + layout.latest + others.clamp_max(layout.chosen - 1).clamp_min(0)
+        index = torch.cat([after.expand(batch, -1, -1), ring.expand(batch, -1, -1)], -1)
+        index = index.clamp_max(layout.first[-1] + layout.latest[-1] + layout.chosen[-1] - 1)
+        real = torch.cat([(others < layout.chosen).expand(batch, -1, -1), there.expand(batch, -1, -1)], -1)
+        before = {name: _take(x, index) for name, x in held.items()}
+        before["score"] = before["score"].masked_fill(~real, NO_SCORE)
+        candidates = {name: torch.cat([before[name], x], 2) for name, x in new.items()}
+        # one token leaves the latest for each that comes
+        leaving = most - layout.latest + here[:n]  # (H_kv, n), counted from the latest's first place
+        ranks = self.rank(candidates["score"], candidates["index"], layout.latest + layout.chosen)
+        choice = choose(
+            ranks[:, :, :chosen],
+            ranks[:, :, chosen:].gather(-1, leaving.expand(batch, -1, -1)),
+            layout.chosen[..., None],
+        )
+        # which of the latest and new tokens a query sees: those that wait, and those that were chosen after waiting
+        arrived = here - most <= here[:n, None]
+        waiting = arrived & (here > leaving.unsqueeze(-1)) & (candidates["score"][:, :, None, chosen:] != NO_SCORE)
+        left = here - (most - layout.latest)  # (H_kv, most + n): how many left before it
+        after_waiting = (
+            choice.alive[..., chosen:].gather(-1, left.clamp(0, n - 1)[:, None].expand(batch, -1, n, -1))
+            & ((left >= 0) & (left < n))[:, None]
+        )
+        alive = torch.cat([choice.alive[..., :chosen], waiting | after_waiting], -1)
+        # the new state: each head's ring, then those that were chosen
+        kept = torch.where(choice.kept < chosen, choice.kept, choice.kept + (most - layout.latest))
+        place, head = layout.place, layout.head
+        recent = layout.latest[head, 0]
+        in_ring = chosen + n + most - recent + (place - (arrivals[:, head, 0] + n)) % recent.clamp_min(1)
+        behind = chosen - layout.chosen[head, 0] + place - recent
+        in_chosen = (
+            kept.flatten(1).gather(1, (head * chosen + behind.clamp_min(0)).expand(batch, -1)) if chosen else in_ring
+        )
+        source = torch.where(place < recent, in_ring, in_chosen) + head * (chosen + most + n)
+        after_all = {
+            name: x.flatten(1, 2).gather(1, _expand(source.expand(batch, -1), x.flatten(1, 2)))
+            for name, x in candidates.items()
+        }
+        return candidates, alive, after_all
 
-    def _make_entries(self, step: Step, gone: Evicted, plain: Tensor, score: Tensor) -> Entries:
+    def _look_far(self, step: Step, candidates: Entries, alive: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+        """What the queries ``at`` read of the candidates that each sees, and the log-sum-exp of its logits."""
+        k, v = (x.flatten(0, 1).unsqueeze(1) for x in self._restore_entries(candidates, step))
+        q = step.q[:, :, at].unflatten(1, (self.kv_heads, -1)).flatten(0, 1)  # (B H_kv, G, m, D)
+        far = look(q, k, v, alive.flatten(0, 1), step.scale, step.dropout)
+        out, lse = (x.unflatten(0, (len(alive), -1)).flatten(1, 2) for x in far)
+        return out, lse
+
+    def _make_entries(self, step: Step, gone: Evicted) -> Entries:
         """Evicted tokens in the form in which they are kept."""
-        if self.options.bits == 16:
-            return {"k": gone.k, "v": gone.v, "score": score}
-        of_keys, of_values = self._get_channels(plain.dtype)
-        keys, key_scale = quantise(plain, of_keys, self.options.bits)
-        values, value_scale = quantise(gone.v.to(plain.dtype), of_values, self.options.bits)
-        position = step.now.positions(gone.start, gone.count).to(torch.int32)[:, None].expand(*score.shape)
-        coded = {"k": keys, "k_scale": key_scale, "v": values, "v_scale": value_scale}
-        return {**coded, "position": position, "score": score}
+        plain = gone.plain_keys(step.now, wide(gone.k.dtype))
+        score = self.score(plain, gone.v, step)
+        index = step.now.indices(gone.start, gone.count).to(torch.int32)[:, None].expand(score.shape)
+        marks = {"index": index, "score": score}
+        if not self.options.coded:
+            return {"k": gone.k, "v": gone.v} | marks
+        of_keys, of_values = self._get_codes(plain.dtype)
+        mean = self.key_mean.to(plain.dtype).unsqueeze(-2)
+        keys, key_scale = encode(plain - mean, of_keys, self.coded_bytes[0])
+        left = gone.v.to(plain.dtype) - self._predict_values(decode(keys, key_scale, of_keys))
+        values, value_scale = encode(left, of_values, self.coded_bytes[1])
+        return {"k": keys, "k_scale": key_scale, "v": values, "v_scale": value_scale} | marks
 
-    def _get_channels(self, dtype: torch.dtype) -> tuple[Channels, Channels]:
-        """What the channels of keys before their rotation and of values are like."""
-        keys = Channels(self.key_mean.to(dtype), self.key_spread.to(dtype))
-        return keys, Channels(self.value_mean.to(dtype), self.value_spread.to(dtype))
+    def _get_codes(self, dtype: torch.dtype) -> tuple[Code, Code]:
+        """How keys before their rotation are coded, and what they do not predict of values."""
+        codes = []
+        for name, bits in (("key", self.key_bits), ("value", self.value_bits)):
+            forward, backward, spread = (
+                self.get_parameter(f"{name}_{part}").to(dtype) for part in ("forward", "backward", "spread")
+            )
+            codes.append(Code(forward, backward, spread, bits))
+        return codes[0], codes[1]
 
-    def _restore_entries(self, kept: Entries, heads: slice, step: Step) -> tuple[Tensor, Tensor]:
-        """Keys, rotated, and values ``(B, heads, C, D)`` of kept tokens, in the model's dtype."""
-        if self.options.bits == 16:
+    def _predict_values(self, keys: Tensor) -> Tensor:
+        """What restored keys, less their mean, predict of values ``(B, H_kv, n, D)``."""
+        return self.value_mean.to(keys.dtype).unsqueeze(-2) + keys @ self.value_of_key.to(keys.dtype)
+
+    def _restore_entries(self, kept: Entries, step: Step) -> tuple[Tensor, Tensor]:
+        """Keys, rotated, and values ``(B, H_kv, C, D)`` of kept tokens, in the model's dtype."""
+        if not self.options.coded:
             return kept["k"], kept["v"]
         dtype = wide(step.k.dtype)
-        of_keys, of_values = (Channels(*(x[heads] for x in channels)) for channels in self._get_channels(dtype))
-        k = restore(kept["k"], kept["k_scale"], of_keys, self.options.bits)
-        v = restore(kept["v"], kept["v_scale"], of_values, self.options.bits)
-        cos, sin = step.now.turn(kept["position"].flatten(0, 1).long())  # (B heads, C, D)
+        of_keys, of_values = self._get_codes(dtype)
+        k = decode(kept["k"], kept["k_scale"], of_keys)
+        v = decode(kept["v"], kept["v_scale"], of_values) + self._predict_values(k)
+        k = k + self.key_mean.to(dtype).unsqueeze(-2)
+        positions = kept["index"].long() + step.now.origin()[:, None, None]
+        cos, sin = step.now.turn(positions.flatten(0, 1))  # (B H_kv, C, D)
         k = rotate(k.flatten(0, 1).unsqueeze(1), cos.to(dtype), sin.to(dtype)).squeeze(1).unflatten(0, k.shape[:2])
         return k.to(step.k.dtype), v.to(step.v.dtype)
 
 
-def empty_entries(name: str, like: Tensor, entries: int) -> Tensor:
-    """Entries that hold no token, like new ones ``(B, heads, count, ...)``."""
-    empty = like.new_zeros(*like.shape[:2], entries, *like.shape[3:])
-    return empty.fill_(EMPTY) if name == "score" else empty
+def _no_entries(name: str, like: Tensor, layout: Layout) -> Tensor:
+    """A state that holds no token, for new ones ``(B, heads, count, ...)``."""
+    empty = like.new_zeros(len(like), len(layout.head), *like.shape[3:])
+    return empty.fill_(NO_SCORE) if name == "score" else empty
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """The places ``index`` (B, H_kv, n) of a state ``x`` (B, places, ...) -> ``(B, H_kv, n, ...)``."""
+    flat = index.flatten(1)
+    return x.gather(1, _expand(flat, x)).unflatten(1, index.shape[1:])
+
+
+def _expand(index: Tensor, x: Tensor) -> Tensor:
+    """``index`` (B, n) for ``x.gather(1, index)`` of ``x`` (B, m, ...)."""
+    return index.view(*index.shape, *[1] * (x.dim() - 2)).expand(*index.shape, *x.shape[2:])

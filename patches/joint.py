@@ -201,7 +201,7 @@ class JointMemory(WindowMemory):
             observe_heads(self._known, step, window, self.sinks)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def settle(self, costs: Tensor) -> None:
         """Calculate from what was observed since the last time: the linear branch's maps, or logits and openings.
 
         Raises:

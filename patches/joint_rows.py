@@ -46,10 +46,10 @@ class JointRows(JointMemory, ExpectedAttention):
         ExpectedAttention.observe(self, step, again)
         JointMemory.observe(self, step, again)
 
-    def settle(self) -> None:
+    def settle(self, costs: Tensor) -> None:
         """What entries and state take over; the state stays closed: what it reads was not held against the entries."""
-        ExpectedAttention.settle(self)
-        JointMemory.settle(self)
+        ExpectedAttention.settle(self, costs)
+        JointMemory.settle(self, costs)
         torch.nn.init.zeros_(self.opening)
 
     def usual_features(self) -> int:
@@ -59,7 +59,7 @@ class JointRows(JointMemory, ExpectedAttention):
         """By default both halves together take no more than D^2 float32 of each key/value head."""
         state = sum(kept.bytes for kept in JointMemory.state_tensors(self, torch.float32).values())
         left = self.kv_heads * self.head_dim**2 * torch.float32.itemsize - state
-        return max(1, left // (self.kv_heads * self._entry_bytes))
+        return max(1, left // (self.kv_heads * self.entry_bytes(torch.float32)))
 
     def state_tensors(self, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Kept]:
         return ExpectedAttention.state_tensors(self, dtype) | JointMemory.state_tensors(self, dtype)

@@ -20,6 +20,7 @@ from .config import MemoryConfig, check_base, native_window
 from .errors import RetrofitError
 from .kinds import build_memory
 from .memory import Memory
+from .options import read_bytes
 from .pretrained import MemoryPreTrained
 from .rotary import Turn, longest_input
 from .sequence import UNPADDED, Pass, find_starts
@@ -123,6 +124,55 @@ class MemoryModel(MemoryPreTrained):
             for memory, new in pairs:
                 memory.window, memory.sinks = new.window, new.sinks
         self.config.memory = {**self.config.memory, "window": changed.window, "sinks": changed.sinks}
+
+    def set_budget(self, size: int | str, window: int | None = None) -> None:
+        """Let ``expected`` keep more or less from the next call on an empty cache, without calibrating again.
+
+        The entries of all heads are multiplied by the same number. It is written to the configuration, so it is saved.
+
+        Args:
+            size: bytes that one sequence keeps in a layer on average, sinks, window and entries, such as ``"64KiB"``.
+            window: W, if it changes, too.
+
+        Raises:
+            RetrofitError: another kind of memory; bytes that hold no entry beside the window; as :meth:`set_window`.
+        """
+        if self.config.memory["kind"] != "expected":
+            raise RetrofitError(f"memory {self.config.memory['kind']!r} has no budget: it is for memory 'expected'")
+        memories: dict[int, Any] = {index: one for index, one in self.memories().items() if one.kind == "expected"}
+        given, heads = read_bytes(size), [(index, n) for index, one in memories.items() for n in one.rows]
+        first = next(iter(memories.values()))
+        token = 2 * first.kv_heads * first.head_dim * self.dtype.itemsize
+        exact = sum((window or one.window) + one.sinks for one in memories.values()) * token
+        total = (given * len(memories) - exact) // first.entry_bytes(self.dtype)
+        if total < 1:
+            raise RetrofitError(
+                f"{given:,} bytes per layer hold no entry beside a window of {window or first.window}: give more, or a "
+                "smaller window"
+            )
+        if window is not None:
+            self.set_window(window)
+        wanted = [n * total / sum(n for _, n in heads) for _, n in heads]
+        numbers = [int(one) for one in wanted]
+        for at in sorted(range(len(heads)), key=lambda at: numbers[at] - wanted[at])[: total - sum(numbers)]:
+            numbers[at] += 1
+        rows = {index: [n for (own, _), n in zip(heads, numbers, strict=True) if own == index] for index in memories}
+        self.set_entries(rows)
+
+    def set_entries(self, rows: dict[int, list[int]]) -> None:
+        """Give the key/value heads of these layers so many entries, from the next call on an empty cache."""
+        named = MemoryConfig.from_dict(self.config.memory).named_layers()
+        memories = self.memories()
+        with _lock:
+            if _calls[id(self)]:
+                raise RetrofitError(
+                    "another thread is in the middle of a call of this model: change its entries after it"
+                )
+            for index, own in rows.items():
+                named[index] = {**named.get(index, {}), "rows": own}
+                memories[index].options = replace(memories[index].options, rows=own)
+        by_layer = {str(index): named[index] for index in sorted(named)}
+        self.config.memory = {**self.config.memory, "by_layer": by_layer}
 
     @contextmanager
     def memory_off(self) -> Iterator[Any]:

@@ -26,22 +26,45 @@ from retrofit.options import (
 )
 
 app = Verbs()
+OF_BUDGET = ("texts", "context", "batch")
 
 
 @app.verb(
     "retrofit patch Qwen/Qwen2.5-0.5B --window 4096 --sinks 4 -o sinks-and-window",
     "retrofit patch Qwen/Qwen2.5-0.5B --option layers=[0,2] --option others=window -o some-layers",
-    "retrofit patch Qwen/Qwen2.5-0.5B --memory expected --window 2048 --data corpus.txt -o chosen-rows",
+    "retrofit patch Qwen/Qwen2.5-0.5B --memory expected --budget 64KiB --data corpus.txt -o chosen-tokens",
+    "retrofit patch Qwen/Qwen2.5-0.5B --memory expected --budget 5% --context 32768 --data corpus.txt -o a-twentieth",
 )
 def patch(
     ctx: typer.Context,
     base: Base,
     output: Output,
     memory: Memory = "none",
-    window: Window = 4096,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="W: how many of the last tokens are kept exactly.", show_default="4096, or what --budget finds"
+        ),
+    ] = None,
     sinks: Sinks = 4,
     option: Options = None,
     recipe: MemoryRecipe = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="What `expected` may keep: of one sequence in each layer (64KiB); with --context or --batch, in all "
+            "layers of all sequences (2GiB); or a part of the full cache (5%). Window, bits and each head's entries "
+            "are then chosen on --data.",
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of the longest input that the budget is for.", show_default="the base's own"),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences at once that the budget is for.", show_default="1")
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -50,12 +73,19 @@ def patch(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Export BASE with a memory that is not trained; --data calibrates it.
+    """Export BASE with a memory that is not trained; --data calibrates it, --budget also chooses its sizes.
 
     The export is a custom architecture with the weights and the tokenizer of BASE.
     """
-    options = pairs("--option", option, taken=("base", "memory", "window", "sinks", "model_kwargs"))
-    given = {"memory": memory, "window": window, "sinks": sinks, **options}
+    options = pairs("--option", option, taken=("base", "memory", "window", "sinks", "model_kwargs", *OF_BUDGET))
+    if budget is None and (context, batch) != (None, None):
+        raise typer.BadParameter("--context and --batch say what a budget is for: add --budget")
+    given = {
+        "memory": memory,
+        "window": 4096 if window is None and budget is None else window,
+        "sinks": sinks,
+        **options,
+    }
     if recipe is not None:
         given = of_recipe(ctx, recipe)
         memory = given["memory"]
@@ -63,15 +93,22 @@ def patch(
     from patches.kinds import find_kind
 
     kind = find_kind(memory)
+    kind.read_options({key: value for key, value in options.items() if key not in ("layers", "others", "by_layer")})
     if recipe is not None and data is not None and not kind.calibrates:
         typer.echo(f"note: memory {memory!r} has nothing to calibrate: {data} is not read", err=True)
         data = None
+    if budget is not None and "rows" in options:
+        raise RetrofitError("rows: --budget chooses this number itself: leave it out")
+    if budget is not None and memory != "expected":
+        raise RetrofitError(f"memory {memory!r} has no budget: use --memory expected, or give --window")
     if data is None and kind.needs_texts:
         raise RetrofitError(f"memory {memory!r} measures queries on text: add --data FILE")
     if data is not None and not kind.calibrates:
         raise RetrofitError(f"memory {memory!r} has nothing to calibrate: drop --data")
 
     def build() -> Any:
+        if budget is not None:
+            return _fit_budget(base, str(data), budget, context, batch, given)
         model = retrofit.patch(base, **given)
         if data is not None:
             from retrofit.calibration import read_texts, row_length
@@ -79,8 +116,29 @@ def patch(
             retrofit.calibrate(model, read_texts(data, base, row_length(model)))
         return model
 
-    inputs = [base] if recipe is None else [base, str(recipe)]
+    inputs = [base] if recipe is None else [base, recipe]
     _export(build, inputs, output, overwrite, data=[] if data is None else [data])
+
+
+def _fit_budget(
+    base: str, data: str, budget: str, context: int | None, batch: int | None, given: dict[str, Any]
+) -> Any:
+    """The model that a budget gives; print what it was chosen from."""
+    from retrofit.budget import COLUMNS, fit_budget, read_budget, text_length
+    from retrofit.calibration import LENGTH, read_texts
+    from retrofit.loading import load_base
+    from retrofit.table import print_table
+
+    found = load_base(base)
+    of_layers = {key: given[key] for key in ("layers", "others") if key in given}
+    size = read_budget(budget, found.config, found.dtype, context=context, batch=batch, **of_layers)
+    longest = int(context or getattr(found.config, "max_position_embeddings", None) or size)
+    length = min(max(LENGTH, text_length(found.config, size, found.dtype, context)), longest)
+    how = {key: value for key, value in given.items() if key != "memory"}
+    say = lambda line: typer.echo(line, err=True)  # noqa: E731
+    model, rows = fit_budget(found, read_texts(data, base, length), size, context=context, say=say, **how)
+    print_table(f"at most {size:,} bytes per layer and sequence", rows, COLUMNS)
+    return model
 
 
 @app.verb("retrofit merge Qwen/Qwen2.5-0.5B runs/first/adapter -o first-merged")

@@ -1,4 +1,4 @@
-"""Layers at work, call after call: what training layer by layer, the mse loss, calibration and allocation look at."""
+"""Layers at work, call after call: what training layer by layer, the mse loss and calibration look at."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -27,10 +27,10 @@ Options = Annotated[
     typer.Option("--option", metavar="KEY=VALUE", help="An option of the memory; repeat the flag for more."),
 ]
 MemoryRecipe = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        metavar="FILE",
-        help="Recipe of a memory by `retrofit allocate`, in place of the flags that describe one.",
+        metavar="RECIPE",
+        help="Recipe of `retrofit distill`, a file or a shipped name, whose memory is taken in place of these flags.",
     ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
@@ -167,19 +167,20 @@ def pairs(flag: str, items: Iterable[str] | None, taken: Container[str] = ()) ->
     return found
 
 
-def of_recipe(ctx: typer.Context, recipe: Path) -> dict[str, Any]:
+def of_recipe(ctx: typer.Context, recipe: str) -> dict[str, Any]:
     """The memory that ``recipe`` describes, as arguments for :func:`retrofit.patch`.
 
     Raises:
         BadParameter: flags describe one, too.
+        RetrofitError: as :func:`retrofit.recipes.read_memory`.
     """
-    from retrofit.allocation.recipe import read_memory
-
-    for name in ("memory", "window", "sinks", "option"):
+    for name in ("memory", "window", "sinks", "option", "budget"):
         if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE":
             raise typer.BadParameter(
                 f"--{name}: the recipe already describes the memory: leave the flag out, or edit {recipe}"
             )
+    from retrofit.recipes import read_memory
+
     return read_memory(recipe)
 
 

@@ -1,10 +1,12 @@
 """Patching: a pretrained causal LM becomes one with a bounded memory, on the same storage."""
 
 import copy
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from patches.config import MemoryConfig, check_base
@@ -25,9 +27,13 @@ NOT_INHERITED = ("model_type", "architectures", "auto_map", "transformers_versio
 def patch(
     base: PreTrainedModel | str,
     memory: str,
-    window: int,
-    sinks: int = 0,
+    window: int | None = None,
+    sinks: int | None = None,
     *,
+    budget: int | str | None = None,
+    texts: Iterable[Tensor] | None = None,
+    context: int | None = None,
+    batch: int | None = None,
     layers: list[int] | None = None,
     others: str = "full",
     by_layer: dict[str, dict[str, Any]] | None = None,
@@ -43,8 +49,13 @@ def patch(
         base: a causal LM of a supported family (or a patched one, whose base is then patched anew), or the path or Hub
             id of a base.
         memory: kind of memory, see ``patches.kinds.KINDS``.
-        window: tokens kept exactly, the current one included.
-        sinks: first tokens of a sequence, kept exactly for ever.
+        window: tokens kept exactly, the current one included; with ``budget``, by default what loses least.
+        sinks: first tokens of a sequence, kept exactly for ever; by default none, with ``budget`` 4.
+        budget: of the kind ``expected``, what may be kept, see :func:`retrofit.budget.read_budget`: window, bits and
+            entries of each head are then measured on ``texts``, and the model is calibrated. ``kvm`` has an option
+            of this name.
+        texts: token ids ``(B, T)`` each, as :func:`retrofit.calibrate` reads them.
+        context, batch: tokens of the longest input and sequences at once, which a budget may be for.
         layers: indices of the layers that get the memory (default: all; of a base with sliding and full layers, the
             full ones).
         others: what the other layers do: ``"full"``, as in the base, or ``"window"`` (sinks + window without a memory).
@@ -60,7 +71,14 @@ def patch(
         RetrofitError: an unsupported family or base, the path of an export, an unknown memory or option, a value out of
             range.
     """
-    find_kind(memory).read_options(options)  # before a base is loaded
+    kind = find_kind(memory)
+    if budget is not None and "budget" in {field.name for field in fields(kind.Options)}:
+        options, budget = {**options, "budget": budget}, None  # kvm's own option of this name
+    kind.read_options(options)  # before a base is loaded
+    if budget is not None and (memory != "expected" or texts is None or "rows" in options):
+        raise RetrofitError("a budget is measured: give memory='expected', texts to read, and no rows")
+    if budget is None and (window is None or (texts, context, batch) != (None, None, None)):
+        raise RetrofitError("give a window; or a budget, which texts, context and batch are for")
     if not isinstance(base, PreTrainedModel):
         if not isinstance(base, str) and not hasattr(base, "__fspath__"):
             raise RetrofitError(f"the base must be a transformers model, a path or a Hub id, not {type(base).__name__}")
@@ -81,6 +99,24 @@ def patch(
     if any(parameter.is_meta for parameter in base.parameters()):
         raise RetrofitError("some weights of the base are not loaded (meta or offloaded to disk): load all of it")
 
+    if budget is not None:
+        from .budget import fit_budget, read_budget
+
+        size = read_budget(budget, base.config, base.dtype, context=context, batch=batch, layers=layers, others=others)
+        made = fit_budget(
+            base,
+            texts or (),
+            size,
+            sinks=4 if sinks is None else sinks,
+            window=window,
+            context=context,
+            layers=layers,
+            others=others,
+            **options,
+        )
+        return made[0].train(base.training)
+    assert window is not None
+    sinks = sinks or 0
     name, revision = _origin(base)
     frequencies = base.model.rotary_emb.inv_freq.dtype
     rounded = None if frequencies.itemsize >= 4 else str(frequencies).removeprefix("torch.")

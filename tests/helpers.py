@@ -71,7 +71,8 @@ def awaken(model: Any, push: float = 0.1) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _, parameter in model.memory_parameters():
-            parameter.add_(push * torch.randn(parameter.shape, generator=generator).to(parameter))
+            if parameter.is_floating_point():  # bits of a code are whole numbers
+                parameter.add_(push * torch.randn(parameter.shape, generator=generator).to(parameter))
     return model
 
 

@@ -353,15 +353,14 @@ def test_the_output_never_replaces_the_base(
     assert sorted(path.name for path in base.iterdir()) == before
 
 
-@pytest.mark.parametrize("verb", ["distill", "patch", "allocate"])
+@pytest.mark.parametrize("verb", ["distill", "patch"])
 def test_an_export_is_no_base(verb: str, byte_checkpoint: Path, text: Path, out: Path, tmp_path: Path) -> None:
     """Its memory would be left out. Who has loaded it can have its base patched anew."""
     export = tmp_path / "export"
     retrofit.patch(str(byte_checkpoint), "joint", window=8, sinks=2).save_pretrained(export)
     shutil.copy(byte_checkpoint / "tokenizer.json", export)
     shutil.copy(byte_checkpoint / "tokenizer_config.json", export)
-    allocate = ["allocate", export, "--data", text, "--bytes", 9999, "--length", 20, "-o", out]
-    line = {"allocate": allocate, **verbs_on(export, text, out)}[verb]
+    line = verbs_on(export, text, out)[verb]
     refused(run(*line), f"{export} has a memory already, which would be lost: give the base {byte_checkpoint}")
     assert not out.exists()
     model = transformers.AutoModelForCausalLM.from_pretrained(export)

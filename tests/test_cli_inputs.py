@@ -64,7 +64,6 @@ SMALL = ["--window", 8, "--sinks", 2, "--max-length", 32, "--max-steps", 1]
         (["distill", "run/mine.yaml", "--dry-run", "--json", "base/config.json"], "base/config.json"),
         (["estimate", "base", "--json", "base/config.json"], "base/config.json"),
         (["bench", "run", "--model", "base", "--json", "base/config.json"], "base/config.json"),
-        (["allocate", "base", "--data", "corpus", "--bytes", 9, "-o", "corpus/text.txt"], "corpus/text.txt"),
         (["patch", "base", "--recipe", "run/memory.yaml", "-o", "run"], "run/memory.yaml"),
         (["recipes", "cp", "run/mine.yaml", "run/mine.yaml", "--overwrite"], "run/mine.yaml"),
         (["eval", "base", "--data", "corpus", "--window", 8, "-o", "corpus/eval"], "lies in corpus"),

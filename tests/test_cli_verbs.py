@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from cli import app
-from distill.recipe import shipped_recipes
+from retrofit.recipes import shipped_recipes
 from tests.test_cli import refused, run
 
 

@@ -28,12 +28,12 @@ from distill.config import DistillConfig
 from distill.data.rows import pack_tokens
 from distill.lora import add_lora, save_lora
 from patches.kinds import KINDS
-from retrofit.allocation.recipe import read_memory
 from retrofit.convert import published_name
 from retrofit.evaluation.run import run_evaluation
 from retrofit.evaluation.settings import Settings
 from retrofit.export import export_model
 from retrofit.families import FAMILIES
+from retrofit.recipes import read_memory
 from retrofit.texts.tokens import read_tokens
 from tests.hub_server import HubServer
 from tests.pages import FENCE, NAMED, PAGES, ROOT, Command, anchors, blocks, commands, links, mentioned, text_of
@@ -65,7 +65,6 @@ SHORTER = {
     "generate": "--max-new-tokens 2",
     "eval": "--length 320 --samples 1 --rows 1 --seq-len 64 --window 8 --sinks 2 --overwrite",
     "patch": "--overwrite",
-    "allocate": "--bytes 6144 --sinks 2 --rows 2 --length 96 --overwrite",
     "merge": "--overwrite",
     "convert": "--overwrite",
 }
@@ -109,7 +108,6 @@ def home(
     }
     (folder / "my.yaml").write_text(yaml.safe_dump(recipe))
     # what earlier commands write, for later ones that another process runs first
-    (folder / "by-need.yaml").write_text(yaml.safe_dump({"memory": "none", "window": 8, "sinks": 2}))
     retrofit.save_adapter(model, folder / "ahn-gdn-3b")
     (folder / "costs.json").write_text(json.dumps([{"name": "none", "length": 1024, "prefill_seconds": 0.5}]))
     for name in ("runs/eval", "runs/first/eval"):
@@ -221,23 +219,26 @@ def test_a_base_is_quantised_as_the_page_says(at_home: Path, tmp_path: Path, mon
     assert {parameter.dtype for _, parameter in model.memory_parameters()} == {torch.float32}
 
 
-def test_chosen_rows_are_calibrated(make_base: Callable[..., PreTrainedModel]) -> None:
-    alike, by_need = blocks("docs/memories/expected.md", "python")
+def test_chosen_tokens_are_calibrated(make_base: Callable[..., PreTrainedModel]) -> None:
+    by_budget, by_rows = blocks("docs/memories/expected.md", "python")
     ids = torch.randint(3, 101, (2, 70))
     names: dict[str, Any] = {"retrofit": retrofit, "base": make_base("Llama"), "ids": ids}
     names["rows_of_1024_tokens"] = [ids[:1], ids[1:]]
-    for code, sizes in ((alike, "window=2048, sinks=4, rows=1024"), (by_need, "window=512, sinks=4, rows=636")):
+    for code, sizes, smaller in (
+        (by_budget, '"64KiB"', '"6KiB"'),
+        (by_rows, "window=512, sinks=4, rows=636", "window=8, sinks=2, rows=6"),
+    ):
         assert sizes in code
-        exec(code.replace(sizes, "window=8, sinks=2, rows=6"), names)
+        exec(code.replace(sizes, smaller), names)
         assert names["model"](ids).logits.isfinite().all()
     assert sum(sum(memory.rows) for memory in names["model"].model.memories().values()) == 24
 
 
 def test_a_recipe_of_layers_is_taken(tmp_path: Path, make_base: Callable[..., PreTrainedModel]) -> None:
-    (recipe,) = blocks("docs/allocate.md", "yaml")
-    (tmp_path / "by-need.yaml").write_text(recipe)
+    (recipe,) = blocks("docs/memories/expected.md", "yaml")
+    (tmp_path / "by-layer.yaml").write_text(recipe)
     base = make_base("Llama", num_hidden_layers=8)
-    model = retrofit.patch(base, **read_memory(tmp_path / "by-need.yaml"))
+    model = retrofit.patch(base, **read_memory(tmp_path / "by-layer.yaml"))
     sizes = [(memory.window, *memory.rows) for memory in model.model.memories().values()]
     assert sizes == [(40, 62, 62), *[(128, 62, 62)] * 3, *[(300, 90, 90)] * 4]
 
@@ -292,10 +293,10 @@ def test_no_block_is_left_out() -> None:
     here = {("README.md", "python"), ("docs/distillation.md", "python"), ("docs/distillation.md", "yaml")}
     here |= {
         ("docs/gpu.md", "python"),
-        ("docs/allocate.md", "yaml"),
         ("docs/data.md", "yaml"),
         ("docs/data.md", "json"),
         ("docs/memories/expected.md", "python"),
+        ("docs/memories/expected.md", "yaml"),
     }
     for page in NAMED:
         for language in ("python", "yaml", "json"):
@@ -421,13 +422,12 @@ def test_the_json_of_a_page_is_json() -> None:
 # ---- what two pages say ----
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/memories/expected.md"])
-def test_shares_of_the_gap_are_those_of_their_own_page(page: str) -> None:
-    measured = text_of("docs/real-model.md").splitlines()
-    rows = re.findall(r"\| ([\d,]{6,}) \| \**(0\.\d{3})\b", text_of(page))
-    assert len(rows) > 8
-    for kept, closed in rows:
-        assert any(f" {kept} " in line and f"| {closed} |" in line for line in measured), (kept, closed)
+def test_what_the_readme_says_of_bytes_is_what_was_measured() -> None:
+    measured = text_of("docs/real-model.md")
+    rows = re.findall(r"\| ([\d,]{6,}) \| \**(0\.\d{4})\b", text_of("README.md"))
+    assert len(rows) > 5
+    for kept, kl in rows:
+        assert f"| {kept} | {kl} |" in measured, (kept, kl)
 
 
 def test_the_memories_pages_have_the_figures_of_the_page_of_figures() -> None:

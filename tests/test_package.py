@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from distill.recipe import shipped_recipes
+from retrofit.recipes import shipped_recipes
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("distill", "patches", "recipes", "retrofit")

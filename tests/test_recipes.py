@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from cli import app
 from distill import dry_run
 from distill.config import load_recipe
-from distill.recipe import shipped_recipes
 from patches.errors import RetrofitError
 from retrofit.costs import bases
+from retrofit.recipes import shipped_recipes
 from tests.pages import text_of
 
 AHN = [f"qwen2.5-{size}-ahn-{kind}" for size in ("3b", "7b", "14b") for kind in ("mamba2", "dn", "gdn")]

@@ -12,41 +12,29 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 HERE = Path(__file__).parent
-TOKEN = 2 * 3 * 64 * 4 / 1024  # KiB of one exact token in one layer of SmolLM2-135M in float32
+FULL = 1024 * 2 * 3 * 64 * 2 / 1024  # KiB of the full cache of 1,024 tokens in one layer of SmolLM2-135M, in bfloat16
 THEMES = {  # ink, grid, paper; then the series
     "light": ("#1f2328", "#d0d7de", "#ffffff", ("#d55e00", "#a66a00", "#0072b2", "#008060", "#b5518a")),
     "dark": ("#e8eaed", "#454b52", "#15181c", ("#ff8f45", "#d9a441", "#5cb8f2", "#35cfa0", "#ee9acb")),
 }
-# of the names in a run's table
+# what the names in a run's table begin with
 SERIES = {
-    "sinks + window": (
-        "window of equal bytes",
-        "window of equal bytes, bfloat16 base",
-        "window of equal bytes, 3 x",
-        "window of equal bytes, bfloat16 base, 3 x",
-    ),
-    "window in 8 bits": ("window in 8 bits", "window in 8 bits, 3 x"),
-    "expected": ("expected", "expected, bfloat16 base"),
-    "expected, 4 bits": ("expected, 4 bits", "expected, 4 bits, 3 x"),
-    "5 bits, by need": ("expected, 5 bits, by need", "expected, 5 bits, by need, 3 x"),
+    "sinks + window": "window, ",
+    "window in few bits": "window in few bits, ",
+    "chosen tokens (expected)": "expected, ",
 }
 
 
 def take(run: Path) -> dict:
     """The figures of a run: KiB of cache in one layer, and KL to full attention."""
-    lines = {line["name"]: line for line in json.loads((run / "table-means.json").read_text())}
-    points = {
-        name: [
-            [round(132 * TOKEN + lines[way]["float32"] / 1024, 1), round(lines[way]["nats"], 5)]
-            for way in ("window-only", *ways)
-            if way in lines  # a base in float32 has fewer
-        ]
-        for name, ways in SERIES.items()
-    }
+    lines = json.loads((run / "table-means.json").read_text())
     return {
-        "x": "KiB of cache in one layer (sinks, window and kept tokens; float32)",
+        "x": "KiB of cache in one layer (sinks, window and kept tokens, bfloat16)",
         "y": "KL to full attention, nats per token",
-        "series": points,
+        "series": {
+            name: [[line["bytes"] / 1024, line["nats"]] for line in lines if line["name"].startswith(begin)]
+            for name, begin in SERIES.items()
+        },
     }
 
 
@@ -65,13 +53,15 @@ def draw(figures: dict, theme: str) -> Figure:
             axes.annotate(
                 name, points[-1], xytext=(8, -3), textcoords="offset points", color=colours[at], weight=weight
             )
-        axes.set(xlim=(190, 590), xticks=[200, 250, 300, 350, 400, 500], yticks=[0.003, 0.01, 0.03, 0.1, 0.2])
+        axes.set(xlim=(40, 195), xticks=[50, 75, 100, 125, 150], yticks=[0.001, 0.003, 0.01, 0.03, 0.1, 0.3])
+        parts = axes.secondary_xaxis("top", functions=(lambda size: 100 * size / FULL, lambda part: part * FULL / 100))
+        parts.set(xticks=[5, 10, 15, 20], xlabel="percent of the full cache of 1,024 tokens")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(ScalarFormatter())
             axis.set_minor_formatter(NullFormatter())
         axes.minorticks_off()
         axes.grid(color=grid, linewidth=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["right"]].set_visible(False)
     return figure
 
 

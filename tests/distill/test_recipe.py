@@ -10,8 +10,9 @@ import pytest
 from transformers import TrainingArguments
 
 from distill.config import DistillConfig, load_recipe
-from distill.recipe import RENAMED, shipped_recipes
+from distill.recipe import RENAMED
 from patches.errors import RetrofitError
+from retrofit.recipes import shipped_recipes
 from retrofit.settings import settings
 from tests.helpers import ROOT
 

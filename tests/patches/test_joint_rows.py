@@ -20,7 +20,7 @@ R = 5
 
 
 def test_it_is_the_equations(make_base: MakeBase) -> None:
-    model = awake(make_base("Qwen2").double(), "joint-rows", rows=R)
+    model = awake(make_base("Qwen2").double(), "joint-rows", rows=R, latest=0)
     memory = model.model.layers[0].self_attn.memory
     generator = torch.Generator().manual_seed(1)
     shapes = [(B, T, 64), *((B, heads, T, 16) for heads in (4, 2, 2))]
@@ -31,10 +31,10 @@ def test_it_is_the_equations(make_base: MakeBase) -> None:
 
     cos, sin = rotary(torch.arange(T)[None])
     step = make_step(memory, rotate(q, cos, sin), rotate(k, cos, sin), v, turns=rotary, x=x, scale=SCALE)
-    score = memory.score(k, v, step)
+    ranks = memory.rank(memory.score(k, v, step), torch.arange(T), torch.tensor(R))
 
     def rows(b: int, kv: int, t: int) -> list[int]:
-        return sorted(range(S, t - W + 1), key=lambda j: (float(score[b, kv, j]), j))[-R:]
+        return sorted(range(S, t - W + 1), key=lambda j: int(ranks[b, kv, j]))[-R:]
 
     assert any(rows(0, 0, t) != list(range(t - W - R + 1, t - W + 1)) for t in range(20, T))
     ours, _ = memory(step)
@@ -67,16 +67,16 @@ def test_calibration_is_that_of_expected(make_base: MakeBase) -> None:
             assert not memory.get_parameter(name).requires_grad
 
 
-@pytest.mark.parametrize(("options", "bytes_"), [({}, 2 * (408 + 4 * 132)), ({"rows": 3, "features": 2}, 2 * 668)])
+@pytest.mark.parametrize(("options", "bytes_"), [({}, 2 * (408 + 4 * 134)), ({"rows": 3, "features": 2}, 2 * 674)])
 def test_bytes(make_base: MakeBase, options: dict[str, Any], bytes_: int) -> None:
-    """Per key head: two branches of F x (D + 1) numbers, rows of 2 D numbers and a score; by default within 4 D^2."""
+    """Of a key head: two branches of F x (D + 1) numbers, entries of 2 D numbers, an index, a score; within 4 D^2."""
     assert state_bytes(retrofit.patch(make_base("Qwen2"), "joint-rows", W, S, **options)) == bytes_
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"bits": 7}, "bits=7"),
+        ({"bits": 9}, "bits=9"),
         ({"branches": "delta"}, "one of both, linear"),
         ({"row": 5}, "did you mean 'rows'"),
     ],

@@ -38,7 +38,7 @@ def observed(config: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **options:
             parameter.data.fill_(-60.0 if name.endswith("forget.bias") else 0.0)
     for again in (False, True):
         memory.observe(make_step(memory, q, k, v, turns=still, x=x), again)
-        memory.settle()
+        memory.settle(torch.empty(0))
     return memory
 
 

@@ -21,7 +21,8 @@ import patches.modeling
 import patches.window
 from patches.kinds import new_memory
 from patches.sequence import Starts
-from retrofit.calibration import measure_needs
+from retrofit import calibration
+from retrofit.needs import Needs
 from retrofit.patching import skeleton
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -91,7 +92,8 @@ def measure() -> None:
     model = skeleton(config, new_memory("expected", W, S, options={"rows": 3, "shares": "need"}))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         place(model)
-        measure_needs(model, [torch.zeros(1, 40, dtype=torch.long, device=FIRST)])
+        texts = [torch.zeros(1, 40, dtype=torch.long, device=FIRST)]
+        calibration.measure([Needs(model, calibration.weigh_layers(model), texts)], texts)
 
 
 def main(guard: str, kinds: list[str]) -> None:

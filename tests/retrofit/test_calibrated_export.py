@@ -42,7 +42,7 @@ TASK = {
 @pytest.fixture(scope="module")
 def model() -> Any:
     base = tiny_base("Llama", vocab_size=259, head_dim=16, num_key_value_heads=2)
-    model = retrofit.patch(base, "expected", 8, 2, rows=12, bits=5, tilt=0.004, shares="need").eval()
+    model = retrofit.patch(base, "expected", 8, 2, rows=12, bits=[3, 3.5], shares="need").eval()
     retrofit.calibrate(model, [tokens(1, 100)])
     assert not torch.equal(logits(model, IDS), logits(retrofit.patch(base, "none", 8, 2), IDS))
     return model

@@ -21,8 +21,8 @@ from tests.conftest import tiny_base
         ("joint", 64, {}, LENGTH),
         ("joint", 1000, {}, 2 * 1002),
         ("expected", 1000, {}, 2 * 1002),
-        ("expected", 300, {"shares": "need"}, 8 * 300),
-        ("expected", 64, {"shares": "need"}, LENGTH),
+        ("expected", 300, {"rows": 98, "shares": "need"}, 3 * 400),
+        ("expected", 64, {"rows": 9, "shares": "need"}, LENGTH),
     ],
 )
 def test_rows_are_long_enough_for_the_window(

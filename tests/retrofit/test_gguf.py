@@ -144,19 +144,6 @@ def test_every_verb_takes_a_file(tmp_path: Path) -> None:
         ["patch", str(file), *sizes, *data, "--output", str(tmp_path / "patched")],
         ["estimate", str(file), "--memory", "joint", "--length", "100"],
         ["eval", str(file), "--adapter", str(adapter), *data, "--rows", "1", "--output", str(tmp_path / "eval")],
-        [
-            "allocate",
-            str(file),
-            *data,
-            "--bytes",
-            "4000",
-            "--length",
-            "64",
-            "--rows",
-            "2",
-            "--output",
-            str(tmp_path / "by-need.yaml"),
-        ],
         ["generate", str(file), "--adapter", str(adapter), "--prompt", "\x05\x06\x07", "--max-new-tokens", "2"],
     ):
         result = CliRunner().invoke(app, [verb, *given])

@@ -9,9 +9,10 @@ from torch import Tensor
 
 import retrofit
 from patches.kinds import KINDS
-from retrofit.calibration import measure_needs
+from retrofit.calibration import measure, weigh_layers
 from retrofit.evaluation.contenders import contenders, ready
 from retrofit.evaluation.scores import hidden_states
+from retrofit.needs import Needs
 from tests.conftest import tiny_base
 from tests.helpers import tokens
 
@@ -25,7 +26,7 @@ def read_by_all(model: Any, ids: Tensor) -> None:
 
 MEASURES: dict[str, Callable[[Any, Tensor], Any]] = {
     "calibrate": lambda model, ids: retrofit.calibrate(model, [ids]),
-    "by need": lambda model, ids: measure_needs(model, [ids]),
+    "by need": lambda model, ids: measure([Needs(model, weigh_layers(model), [ids])], [ids]),
     "evaluate": lambda model, ids: retrofit.evaluate(model, ids, start=10),
     "contenders": read_by_all,
 }

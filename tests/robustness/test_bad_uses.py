@@ -92,7 +92,7 @@ def test_a_base_that_is_none_is_not_asked_for_long(what: str, tmp_path: Path, mo
 def test_a_number_that_is_none(value: float, make_base: MakeBase) -> None:
     wanted = "a smaller number" if value == 1e300 else "a finite number"
     with pytest.raises(RetrofitError, match=f"give {wanted}"):
-        retrofit.patch(make_base("Qwen2"), "expected", window=8, tilt=value)
+        retrofit.patch(make_base("Qwen2"), "expected", window=8, recency=value)
 
 
 @pytest.mark.parametrize("full", ["folder", "file"])

@@ -19,13 +19,14 @@ from distill.checkpoint import DATA_FILE, check_same_data, damage, write_checksu
 from distill.config import load_recipe
 from distill.lora import add_lora, load_lora, save_lora
 from distill.parallel.zero import find_config
-from distill.recipe import DistillKeys, shipped_recipes
+from distill.recipe import DistillKeys
 from patches.errors import RetrofitError
 from patches.kinds import find_kind
 from retrofit.evaluation.settings import Settings
 from retrofit.evaluation.store import RESULTS, ResultStore
 from retrofit.files import write_json
 from retrofit.options import pairs
+from retrofit.recipes import shipped_recipes
 from retrofit.settings import settings
 from retrofit.texts.chat import ChatTokenizer
 from retrofit.texts.tokens import read_sequences, read_tokens

@@ -57,7 +57,6 @@ def verbs(base: object, source: object, out: Path) -> dict[str, list[object]]:
         "distill": ["distill", base, "--data", source, "--max-length", 32, "--window", 8, "-o", out],
         "patch": ["patch", base, "--memory", "expected", "--window", 8, "--data", source, "-o", out],
         "eval": ["eval", base, "--window", 8, "--data", source, "-o", out],
-        "allocate": ["allocate", base, "--data", source, "--bytes", 9999, "--length", 32, "-o", out],
     }
 
 

@@ -1,6 +1,5 @@
 """Rows by need: what a head would lose is what it loses, the rows go where they are missed, and they are saved."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +9,25 @@ from torch import Tensor
 
 import retrofit
 from patches.errors import RetrofitError
-from retrofit.calibration import PARTS, calibrate, measure_needs
-from retrofit.evaluation.scores import evaluate
-from retrofit.shares import GRID, divide
+from retrofit.calibration import calibrate, measure, weigh_layers
+from retrofit.needs import GRID, Needs, divide
 from tests.conftest import tiny_base
 from tests.helpers import logits, tokens
 
 WINDOW, SINKS, LENGTH = 8, 2, 66  # 56 tokens leave the window: every share of GRID is another number of rows
 
 
-@pytest.fixture(autouse=True)
-def always_by_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrofit.calibration.PARTS", (1.0,))
-
-
 def by_need(base: Any, rows: int = 9, **options: Any) -> Any:
     model = retrofit.patch(base, "expected", WINDOW, SINKS, rows=rows, shares="need", **options).eval()
     calibrate(model, [tokens(1, LENGTH, seed=3)])
     return model
+
+
+def losses_of(model: Any, texts: list[Tensor]) -> Tensor:
+    """What the heads of the first layer lose."""
+    needs = Needs(model, weigh_layers(model), texts)
+    measure([needs], texts)
+    return needs.losses[0]
 
 
 def of_each(model: Any) -> list[tuple[int, ...]]:
@@ -61,11 +61,10 @@ def test_a_head_that_nobody_reads_gets_no_rows() -> None:
 def test_what_is_measured_is_what_a_layer_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     base, ids = tiny_base("Qwen2"), tokens(1, LENGTH, seed=3)
     found: dict[int, Tensor] = {}
-    monkeypatch.setattr("retrofit.shares.EVERY", 1)
-    monkeypatch.setattr("retrofit.shares.TEXT", 1)
-    monkeypatch.setattr("retrofit.shares.Needs.give", lambda needs, *_: found.update(needs.losses))
+    monkeypatch.setattr("retrofit.needs.QUERIES", LENGTH)
+    monkeypatch.setattr("retrofit.needs.Needs.give", lambda needs: found.update(needs.losses))
     model = retrofit.patch(base, "expected", WINDOW, SINKS, rows=9, shares="need", layers=[0]).eval()
-    calibrate(model, [ids])
+    calibrate(model, [ids], repeat=False)
     number = round(GRID[4] * (LENGTH - WINDOW - SINKS))
     whole = outputs(base, model, ids, off=True)
     for head in range(2):  # the other head loses nothing
@@ -94,7 +93,7 @@ def outputs(base: Any, model: Any, ids: Tensor, *, off: bool) -> Tensor:
 @pytest.mark.parametrize("bits", [16, 5])
 def test_shares_are_saved_with_the_adapter_and_calls_may_be_cut(bits: int, tmp_path: Any) -> None:
     base, ids = tiny_base("Qwen3"), tokens(2, 60)
-    model = by_need(base, bits=bits)
+    model = by_need(base, bits=bits, latest=0.8)  # heads with room for the latest tokens, and heads without
     whole = logits(model, ids)
     retrofit.save_adapter(model, tmp_path / "adapter")
     again = retrofit.load_adapter(base, tmp_path / "adapter")
@@ -117,28 +116,6 @@ def test_calibrating_again_changes_nothing() -> None:
     rows = of_each(model)
     calibrate(model, [tokens(1, LENGTH, seed=3)])
     assert of_each(model) == rows
-
-
-@pytest.mark.parametrize("first", PARTS)
-def test_the_shares_that_leave_the_model_nearest_are_taken(first: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, ids = tiny_base("Llama"), tokens(1, LENGTH, seed=3)
-    by_part = {}
-    for part in PARTS:
-        monkeypatch.setattr("retrofit.calibration.PARTS", (part,))
-        model = by_need(base)
-        assert sum(map(sum, of_each(model))) == 36
-        by_part[part] = (of_each(model), evaluate({"": model}, ids, start=WINDOW + SINKS)[""].mean_kl)
-    assert set(by_part[0.0][0]) == {(9, 9)}
-    monkeypatch.setattr("retrofit.calibration.PARTS", (first, *(part for part in PARTS if part != first)))
-    assert of_each(by_need(base)) == min(by_part.values(), key=lambda one: one[1])[0]
-
-
-def test_texts_shorter_than_eight_windows_are_not_compared_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that even shares hold whole would always speak for them."""
-    monkeypatch.setattr("retrofit.calibration.PARTS", PARTS)
-    model = retrofit.patch(tiny_base("Llama"), "expected", 20, 2, rows=50, shares="need").eval()
-    calibrate(model, [tokens(1, LENGTH, seed=3)])
-    assert len({rows for of_layer in of_each(model) for rows in of_layer}) > 1
 
 
 def test_a_curve_that_is_steep_later_is_reached_for_its_end() -> None:
@@ -166,44 +143,22 @@ def test_shares_of_one_layer_are_refused() -> None:
         calibrate(model, [tokens(1, LENGTH, seed=3)])
 
 
-def test_rows_that_layers_were_given_are_what_shares_begin_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrofit.calibration.PARTS", (1.0, 0.5, 0.0))
-    monkeypatch.setattr("retrofit.calibration.evaluate", lambda models, *_, **__: {"": Found(models[""])})
-    assert of_each(by_need(tiny_base("Llama"), by_layer={"1": {"rows": 3}})) == [(9, 9), (3, 3)]
-
-
-class Found:
-    """A score that is best for certain rows, those that were set."""
-
-    def __init__(self, model: Any, best: Sequence[tuple[int, ...]] = ((9, 9), (3, 3))):
-        self.mean_kl = float(of_each(model) != list(best))
-
-
-def test_even_shares_are_tried_however_often_a_model_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, even = by_need(tiny_base("Llama")), [(9, 9), (9, 9)]
-    assert of_each(model) != even
-    monkeypatch.setattr("retrofit.calibration.PARTS", PARTS)
-    monkeypatch.setattr("retrofit.calibration.evaluate", lambda models, *_, **__: {"": Found(models[""], even)})
-    calibrate(model, [tokens(1, LENGTH, seed=3)])
-    assert of_each(model) == even
-
-
 def test_beside_a_lora_needs_are_those_of_the_merged_base(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base, ids = tiny_base("Llama"), [tokens(1, LENGTH, seed=3)]
-    before = measure_needs(by_need(base, bits=4), ids).losses[0]
+    before = losses_of(by_need(base, bits=4), ids)
     model = retrofit.patch(base, "expected", WINDOW, SINKS, rows=9, bits=4, shares="need").eval()
     lora = peft.LoraConfig(target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(model, lora)
     calibrate(adapted, ids)
-    rows, whole, lost = of_each(model), logits(adapted, ids[0]), measure_needs(adapted, ids).losses[0]
+    rows, whole, lost = of_each(model), logits(adapted, ids[0]), losses_of(adapted, ids)
     assert not torch.allclose(lost, before, rtol=0.1)
     retrofit.save_adapter(model, tmp_path / "adapter")
     adapted.save_pretrained(tmp_path / "lora")
     merged = adapted.merge_and_unload()
     calibrate(merged, ids)
     assert of_each(merged) == rows
-    torch.testing.assert_close(measure_needs(merged, ids).losses[0], lost, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(losses_of(merged, ids), lost, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(logits(merged, ids[0]), whole, atol=2e-4, rtol=0)
     again = peft.PeftModel.from_pretrained(
         retrofit.load_adapter(tiny_base("Llama"), tmp_path / "adapter"), tmp_path / "lora"
@@ -217,9 +172,3 @@ def test_texts_of_few_tokens(length: int) -> None:
     model = retrofit.patch(tiny_base("Llama"), "expected", 2, 1, rows=5, shares="need").eval()
     calibrate(model, [tokens(1, length, seed=3)])
     assert sum(map(sum, of_each(model))) == 20
-
-
-def test_a_wide_window_in_a_layer_without_rows_leaves_the_others_comparable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrofit.calibration.PARTS", (1.0, 0.0))
-    wide = {"layers": [0], "others": "window", "by_layer": {"1": {"window": 3 * LENGTH}}}
-    assert sum(by_need(tiny_base("Llama"), **wide).model.memories()[0].rows) == 18

@@ -1,1 +1,0 @@
-"""`retrofit allocate`: how many bytes each layer's window and memory get, measured by forward passes only."""

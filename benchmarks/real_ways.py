@@ -21,6 +21,9 @@ FOUND: dict[int, tuple[int, list[float]]] = {
     75_000: (16, [3, 3.5]),
     100_000: (16, [3.5, 4.5]),
     149_676: (16, [4.5, 5.5]),
+    # for rows of 4,096 tokens: not searched, windows of as large a part of the bytes
+    222_294: (32, [3, 3.5]),
+    444_588: (64, [3, 3.5]),
 }
 
 Ways = dict[str, dict[str, Any]]  # {name: arguments of retrofit.patch}
